@@ -1,0 +1,70 @@
+"""Which implementation runs, and the checks every public op makes before any work."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import triton
+
+from .errors import ConfigError, DeviceError, DTypeError, ShapeError
+
+Impl = Literal["auto", "triton", "reference"]
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""True when TRITON_INTERPRET=1 was set before the import: Triton kernels then take CPU tensors."""
+
+
+def resolve_impl(impl: str, device: torch.device) -> Literal["triton", "reference"]:
+    """Return the implementation for tensors on `device`: CUDA -> triton, CPU -> reference.
+
+    With TRITON_INTERPRET=1, "auto" is triton everywhere. An explicit `impl` is never replaced.
+
+    Raises:
+        ConfigError: `impl` is not a known name.
+        DeviceError: "triton" was asked for on CPU tensors without the interpreter.
+    """
+    if impl == "auto":
+        return "triton" if device.type == "cuda" or INTERPRETED else "reference"
+    if impl not in ("triton", "reference"):
+        raise ConfigError(f"impl: got {impl!r}, want 'auto', 'triton' or 'reference'")
+    if impl == "triton" and device.type != "cuda" and not INTERPRETED:
+        raise DeviceError(
+            f"impl='triton': got tensors on {device}, want CUDA tensors; "
+            "on a CPU use impl='reference', or set TRITON_INTERPRET=1 before the import"
+        )
+    return impl  # type: ignore[return-value]
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make `device` current for a launch: Triton launches on the current device, not the tensors'."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    shape: Sequence[int | None],
+    dtypes: torch.dtype | Sequence[torch.dtype],
+    device: torch.device | None = None,
+    *,
+    contiguous_last: bool = False,
+) -> None:
+    """Raise unless `tensor` has this shape (None = any size), one of these dtypes and this device."""
+    if not isinstance(tensor, torch.Tensor):
+        raise DTypeError(f"{name}: got {type(tensor).__name__}, want a torch.Tensor")
+    wanted = "[" + ", ".join("*" if size is None else str(size) for size in shape) + "]"
+    if tensor.dim() != len(shape) or any(
+        size is not None and size != got for size, got in zip(shape, tensor.shape, strict=True)
+    ):
+        raise ShapeError(f"{name}: got shape {list(tensor.shape)}, want {wanted}")
+    allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
+    if tensor.dtype not in allowed:
+        names = " | ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+        raise DTypeError(f"{name}: got {tensor.dtype}, want {names}; convert with .to()")
+    if device is not None and tensor.device != device:
+        raise DeviceError(f"{name}: got a tensor on {tensor.device}, want {device}")
+    if contiguous_last and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ShapeError(f"{name}: the last dimension must be contiguous; call .contiguous()")
