@@ -1,1 +1,1 @@
-"""Benchmarks: traffic, compiled binaries and times of every op, beside its peers (`python -m bench`)."""
+"""Traffic, compiled binaries and times of every op, beside its peers (`python -m bench`)."""

@@ -132,7 +132,8 @@ class Meter:
         return [event for event in self.events if event.elements_written >= vocab]
 
     def __str__(self) -> str:
-        header = f"{'kernel':40} {'launches':>8} {'read':>12} {'written':>12} {'atomics':>8} {'syncs':>5}"
+        header = f"{'kernel':40} {'launches':>8} {'read':>12} {'written':>12}"
+        header += f" {'atomics':>8} {'syncs':>5}"
         total = sum(self.events, Event("total", ""))
         return "\n".join(
             [header]
@@ -155,7 +156,7 @@ class Meter:
 
 @contextlib.contextmanager
 def _metered_interpreter(meter: Meter) -> Iterator[None]:
-    """Wrap the interpreter's launch and memory operations, through which all loads and stores go."""
+    """Wrap the interpreter's launch and the operations that all loads and stores go through."""
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     load, store = builder.create_masked_load, builder.create_masked_store
     cas, rmw, run = builder.create_atomic_cas, builder.create_atomic_rmw, executor.__call__
