@@ -1,0 +1,199 @@
+"""Attention of many queries of one request over its shared trunk, and of each over its own branch.
+
+    out[b, i, h] = sum_j w[j] * value[b, j, h // G],   w = softmax over visible j of scale * <q, k_j>
+
+Slot j of request b lives at pages[page_table[b, j // page], j % page]. Branch i, at tree step `step`, sees
+    the trunk and its part of the chain:   j < trunk_len[b] + depth[b, i] + 1
+    its own keys:                          j = trunk_len[b] + draft_len + 1 + s*M + i,  s = 0..step
+With step = -1 there are no own keys, and depth = 0, 1, .. is causal attention of a chain whose keys have
+just been written: verification, chunked prefill and single-token decode are the same op. depth < 0 marks an
+unused query; its output is 0. A sliding window keeps the keys less than `window` positions back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+_QUERY_BLOCK = 128
+_STORED_MASK = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Queries first..last-1 of one request: the cache rows they read and what each sees of them."""
+
+    request: int
+    first: int
+    last: int
+    rows: slice | torch.Tensor
+    """Rows of pages.flatten(0, 1): a view where they are neighbours. Rows nobody sees are left out."""
+    slots: torch.Tensor
+    mask: torch.Tensor | None
+    """[queries, rows] added to the scores; None: large, made when needed."""
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What follows from the lengths alone: made once per forward on the CPU, used by every layer."""
+
+    trunk: list[int]
+    depth: torch.Tensor
+    draft_len: int
+    step: int
+    window: int | None
+    dtype: torch.dtype
+    blocks: list[_Block]
+
+    def visible(self, request: int, first: int, last: int, slots: torch.Tensor) -> torch.Tensor:
+        """Which slots the queries see: [queries, slots] bool."""
+        trunk, branches = self.trunk[request], self.depth.shape[1]
+        depth = self.depth[request, first:last, None]
+        branch = torch.arange(first, last, device=slots.device)[:, None]
+        own = slots - (trunk + self.draft_len + 1)
+        seen = slots < trunk + depth + 1
+        position = slots
+        if self.step >= 0:
+            mine = (own >= 0) & (own < (self.step + 1) * branches) & (own % branches == branch)
+            seen |= mine
+            position = torch.where(mine, trunk + depth + 1 + own // branches, slots)
+        if self.window is not None:
+            seen &= position > trunk + depth + 1 + self.step - self.window
+        return seen & (depth >= 0)
+
+    def mask(self, block: _Block) -> torch.Tensor:
+        seen = self.visible(block.request, block.first, block.last, block.slots)
+        seen |= self.depth[block.request, block.first : block.last, None] < 0  # any finite row will do
+        mask = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device)
+        return mask.masked_fill_(~seen, float("-inf"))
+
+
+def attention_plan(
+    page_table: torch.Tensor,
+    page_size: int,
+    *,
+    trunk_len: torch.Tensor,
+    depth: torch.Tensor,
+    draft_len: int,
+    step: int | torch.Tensor,
+    window: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> AttentionPlan:
+    """Plan the reference's reads for queries of `dtype`; every layer of the forward may share it."""
+    plan = AttentionPlan(
+        trunk_len.tolist(), depth.long(), draft_len, int(step), window, dtype, blocks=[]
+    )
+    width = depth.shape[1]
+    for request, trunk in enumerate(plan.trunk):
+        for first in range(0, width, _QUERY_BLOCK):
+            last = min(first + _QUERY_BLOCK, width)
+            deepest = max(depth[request, first:last].tolist())
+            if deepest < 0:
+                continue
+            end = trunk + deepest + 1
+            if plan.step >= 0:
+                end = trunk + draft_len + 1 + (plan.step + 1) * width
+            slots = torch.arange(end, device=depth.device)
+            slots = slots[plan.visible(request, first, last, slots).any(0)]
+            rows = page_table[request].long()[slots // page_size] * page_size + slots % page_size
+            if bool((rows.diff() == 1).all()):
+                rows = slice(int(rows[0]), int(rows[0]) + rows.numel())
+            block = _Block(request, first, last, rows, slots, None)
+            if width * end <= _STORED_MASK:
+                block = _Block(request, first, last, rows, slots, plan.mask(block))
+            plan.blocks.append(block)
+    return plan
+
+
+def tree_attention_reference(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    page_table: torch.Tensor,
+    *,
+    trunk_len: torch.Tensor,
+    depth: torch.Tensor,
+    draft_len: int,
+    step: int | torch.Tensor,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    plan: AttentionPlan | None = None,
+) -> torch.Tensor:
+    if plan is None:
+        plan = attention_plan(
+            page_table,
+            key_pages.shape[1],
+            trunk_len=trunk_len,
+            depth=depth,
+            draft_len=draft_len,
+            step=step,
+            window=window,
+            dtype=query.dtype,
+        )
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    keys, values = key_pages.flatten(0, 1), value_pages.flatten(0, 1)
+    out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    for block in plan.blocks:
+        mask = plan.mask(block) if block.mask is None else block.mask
+        rows = query[block.request, block.first : block.last].transpose(0, 1)
+        part = _attend(
+            rows,
+            keys[block.rows].transpose(0, 1),
+            values[block.rows].transpose(0, 1),
+            mask,
+            scale,
+            softcap,
+        )
+        out[block.request, block.first : block.last] = part.transpose(0, 1)
+    return out.masked_fill_((depth < 0)[:, :, None, None], 0.0)
+
+
+def _attend(query, key, value, mask, scale: float, softcap: float | None) -> torch.Tensor:
+    """query [Hq, Q, D], key and value [Hkv, S, D], mask [Q, S] -> [Hq, Q, D]."""
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            query[None], key[None], value[None], mask[None, None], scale=scale, enable_gqa=True
+        )[0]
+    group = query.shape[0] // key.shape[0]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
+    score = query.to(wide) @ key.to(wide).transpose(1, 2) * scale
+    score = softcap * torch.tanh(score / softcap) + mask
+    return (score.softmax(-1) @ value.to(wide)).to(query.dtype)
+
+
+def tree_attention(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    page_table: torch.Tensor,
+    *,
+    trunk_len: torch.Tensor,
+    depth: torch.Tensor,
+    draft_len: int,
+    step: int | torch.Tensor,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    plan: AttentionPlan | None = None,
+    out: torch.Tensor | None = None,
+    impl: str = "auto",
+) -> torch.Tensor:
+    result = tree_attention_reference(
+        query,
+        key_pages,
+        value_pages,
+        page_table,
+        trunk_len=trunk_len,
+        depth=depth,
+        draft_len=draft_len,
+        step=step,
+        scale=scale,
+        softcap=softcap,
+        window=window,
+        plan=plan,
+    )
+    return result if out is None else out.copy_(result)
