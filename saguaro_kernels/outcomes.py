@@ -151,7 +151,9 @@ def _row_scores(logits, draft_tokens, temperature, keys, cutoff, ranking) -> tor
 def _top(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The `width` best of one row, of equal ones the lowest ids first; fewer if fewer are allowed."""
     values, ids = scores.topk(min(width + 1, scores.numel()))
-    if values.numel() > width > 0 and values[width - 1] == values[width]:  # a tie across the boundary
+    if (
+        values.numel() > width > 0 and values[width - 1] == values[width]
+    ):  # a tie across the boundary
         ids = (scores >= values[width]).nonzero()[:, 0]
     ids = ids.sort().values
     values, order = scores[ids].sort(descending=True, stable=True)

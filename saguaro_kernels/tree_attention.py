@@ -65,7 +65,9 @@ class AttentionPlan:
 
     def mask(self, block: _Block) -> torch.Tensor:
         seen = self.visible(block.request, block.first, block.last, block.slots)
-        seen |= self.depth[block.request, block.first : block.last, None] < 0  # any finite row will do
+        seen |= (
+            self.depth[block.request, block.first : block.last, None] < 0
+        )  # any finite row will do
         mask = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device)
         return mask.masked_fill_(~seen, float("-inf"))
 
