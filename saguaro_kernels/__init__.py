@@ -1,0 +1,38 @@
+"""Triton kernels for speculative speculative decoding; pure ops, no host syncs, no runtime."""
+
+from . import _register  # noqa: F401
+from .distribution import (
+    PAD,
+    RowStats,
+    Sampling,
+    Status,
+    log_prob_reference,
+)
+from .errors import (
+    ConfigError,
+    DeviceError,
+    DTypeError,
+    SaguaroError,
+    ShapeError,
+    UnsupportedError,
+)
+from .rng import Keys, Stream
+from .sampling import Sample, saguaro_sample
+
+__all__ = [
+    "PAD",
+    "ConfigError",
+    "DTypeError",
+    "DeviceError",
+    "Keys",
+    "RowStats",
+    "SaguaroError",
+    "Sample",
+    "Sampling",
+    "ShapeError",
+    "Status",
+    "Stream",
+    "UnsupportedError",
+    "log_prob_reference",
+    "saguaro_sample",
+]

@@ -1,0 +1,57 @@
+"""Registration of every op with torch.library: its schema and its implementation, in one place.
+
+An op writes tensors that its caller allocated, marked (a!) .. in the schema, and returns nothing: the
+fake kernel is then empty for all of them and cannot disagree with the real one. The public functions
+allocate, check, call `torch.ops.saguaro.<op>` and wrap the tensors in a dataclass. To add an op, write
+its implementation `_<op>(...)`, which picks the launcher or the reference by `impl`, and register it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import distribution, sampling
+from .distribution import RowStats, Sampling
+
+_LIBRARY = torch.library.Library("saguaro", "DEF")
+
+
+def _register(schema: str, implementation: Callable[..., None]) -> None:
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"saguaro::{name}", lambda *_: None, lib=_LIBRARY)
+
+
+def copy_fields(result: Any, out: Any) -> None:
+    """Copy a reference's dataclass of tensors into the caller's tensors, field by field."""
+    for field in dataclasses.fields(result):
+        value = getattr(result, field.name)
+        if isinstance(value, torch.Tensor):
+            getattr(out, field.name).copy_(value)
+
+
+def _row_stats(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    min_p: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    impl: str,
+    *out: torch.Tensor,
+) -> None:
+    sampling_ = Sampling(temperature, top_k, top_p, min_p)
+    copy_fields(distribution.row_stats_reference(logits, sampling_, bias=bias), RowStats(*out))
+
+
+_register(
+    "row_stats(Tensor logits, Tensor temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, "
+    "Tensor? bias, str impl, Tensor(a!) max, Tensor(b!) lse, Tensor(c!) cutoff, Tensor(d!) argmax, "
+    "Tensor(e!) cutoff_id, Tensor(f!) status, Tensor(g!) log_sum) -> ()",
+    _row_stats,
+)
