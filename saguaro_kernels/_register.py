@@ -1,9 +1,10 @@
 """Registration of every op with torch.library: its schema and its implementation, in one place.
 
-An op writes tensors that its caller allocated, marked (a!) .. in the schema, and returns nothing: the
-fake kernel is then empty for all of them and cannot disagree with the real one. The public functions
-allocate, check, call `torch.ops.saguaro.<op>` and wrap the tensors in a dataclass. To add an op, write
-its implementation `_<op>(...)`, which picks the launcher or the reference by `impl`, and register it.
+An op writes tensors that its caller allocated, marked (a!) .. in the schema, and returns nothing:
+the fake kernel is then empty for all of them and cannot disagree with the real one. The public
+functions allocate, check, call `torch.ops.saguaro.<op>` and wrap the tensors in a dataclass. To add
+an op, write its implementation `_<op>(...)`, which picks the launcher or the reference by `impl`,
+and register it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from . import distribution, sampling
+from . import distribution
 from .distribution import RowStats, Sampling
 
 _LIBRARY = torch.library.Library("saguaro", "DEF")

@@ -1,9 +1,9 @@
 """Batched sampling of rows: plain, or with the F largest ids scaled by C ("downweight").
 
-    token = argmax over x of log q(x) + g(x),   g = Gumbel noise keyed by (seed, base, offset, stream, x)
+    token = argmax over x of log q(x) + g(x),   g Gumbel noise keyed by (seed, base, offset, stream, x)
 
-A sampled row is the argmax of log q + noise, so one pass over the row gives the token, its log q, the
-row's lse and the largest ids, which are also the candidates of outcome prediction.
+A sampled row is the argmax of log q + noise, so one pass over the row gives the token, its log q,
+the row's lse and the largest ids, which are also the candidates of outcome prediction.
 
 Source: Gumbel-max, Maddison et al. 1411.0030; C is Definition 14 of 2603.03251.
 """
@@ -16,7 +16,6 @@ import torch
 
 from ._launch import resolve_impl
 from .distribution import (
-    MIN_TEMPERATURE,
     PAD,
     Sampling,
     clean_reference,
@@ -33,8 +32,8 @@ class Sample:
     """What drawing a row gives; with the row's logits it describes q exactly (see `distribution`).
 
     tokens [R] int64; logq, lse, cutoff, scale_logit [R] float32; cutoff_id, scale_id [R] int64;
-    top_ids [R, F] int64 (PAD where fewer are kept), top_logits [R, F] float32 (bias added, -inf there);
-    status [R] int32 (`Status`).
+    top_ids [R, F] int64 (PAD where fewer are kept), top_logits [R, F] float32 (bias added, -inf
+    there); status [R] int32 (`Status`).
     """
 
     tokens: torch.Tensor
