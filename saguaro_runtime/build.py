@@ -1,0 +1,113 @@
+"""From what a user has (a path, a loaded model, a Model) to what the engine runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from saguaro_kernels.errors import ConfigError
+
+from .config import EngineConfig
+from .lanes import InlineLane, Lane, ProcessLane
+from .models import Model, as_model
+from .speculator import Speculator
+
+_PAGE = 64
+
+
+@dataclass
+class Built:
+    """A target ready to run. `source`: the transformers model behind it, or the Model itself."""
+
+    model: Model
+    source: Any
+    tokenizer: Any
+    stop_ids: frozenset[int]
+    max_length: int
+
+
+def build_target(target: Any, config: EngineConfig, tokenizer: Any = None) -> Built:
+    """Load and wrap the target; its tokenizer too where only a path is given."""
+    if isinstance(target, str | Path):
+        from transformers import AutoTokenizer
+
+        from .models.transformers import load_model
+
+        path = str(target)
+        target = load_model(path)
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(path)
+    tokens = config.max_tokens + config.max_batch * _PAGE
+    model = as_model(target, rows=config.max_batch, tokens=tokens, impl=config.impl)
+    return Built(model, target, tokenizer, _stop_ids(target, tokenizer), model.max_length)
+
+
+def build_lane(draft: Any, target: Built, config: EngineConfig) -> Lane | None:
+    """Load the draft and put it where the configuration says; None for plain decoding.
+
+    Raises:
+        ConfigError: no draft, or one with another vocabulary.
+    """
+    if config.method == "ar":
+        return None
+    if draft is None:
+        raise ConfigError(f"draft: got None, want a model for method={config.method!r}, or 'ar'")
+    if isinstance(draft, str | Path):
+        from .models.transformers import check_same_tokenizer, load_draft
+
+        check_same_tokenizer(str(draft), target.tokenizer)
+        draft = load_draft(str(draft), target.source)
+    options = {
+        "draft_len": config.draft_len,
+        "branches": config.fan_out,
+        "rule": config.rule,
+        "ranking": config.ranking,
+        "allocation": config.allocation,
+        "impl": config.impl,
+        "target_vocab": target.model.vocab_size,
+    }
+    scratch = (config.draft_len + 1) * (config.fan_out + 1)
+    tokens = config.max_tokens + config.max_batch * (_PAGE + scratch)
+    rows = config.max_batch
+    if config.lane == "inline" or (config.lane == "auto" and (os.cpu_count() or 1) < 2):
+        model = as_model(draft, rows=rows, tokens=tokens, impl=config.impl)
+        return InlineLane(Speculator(model, rows=rows, **options))
+    head = draft.get_output_embeddings() if hasattr(draft, "get_output_embeddings") else None
+    draft_vocab = draft.vocab_size if head is None else head.weight.shape[0]
+    return ProcessLane(
+        draft,
+        vocab_size=min(draft_vocab, target.model.vocab_size),
+        dtype=draft.dtype,
+        rows=rows,
+        tokens=tokens,
+        threads=config.draft_threads,
+        timeout_s=config.draft_timeout_s,
+        speculator=options,
+    )
+
+
+def share_cores(config: EngineConfig, lane: Lane | None) -> Callable[[], None]:
+    """Set this process's CPU threads; returns the call that sets them back."""
+    before = torch.get_num_threads()
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    elif isinstance(lane, ProcessLane):
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) - config.draft_threads))
+    return lambda: torch.set_num_threads(before)
+
+
+def _stop_ids(target: Any, tokenizer: Any) -> frozenset[int]:
+    """End-of-sequence ids: the generation config's, else the config's, else the tokenizer's."""
+    for owner in (
+        getattr(target, "generation_config", None),
+        getattr(target, "config", None),
+        tokenizer,
+    ):
+        ids = getattr(owner, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()

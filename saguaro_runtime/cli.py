@@ -1,0 +1,134 @@
+"""The command `saguaro`. Each subcommand is one line of COMMANDS; its module is imported when used.
+
+Exit codes: 0 done, 1 failed (the reason on stderr), 2 wrong usage, 130 Ctrl-C, 143 terminated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import NamedTuple, NoReturn
+
+from saguaro_kernels.errors import ConfigError, SaguaroError
+
+
+class Command(NamedTuple):
+    """`module` has EXAMPLES, `add_arguments(parser)` and `run(args) -> int`."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "demo": Command("saguaro_runtime.demo", "compare AR, SD and SSD on a small real pair"),
+    "generate": Command("saguaro_runtime.cli_generate", "generate with any two models"),
+    "doctor": Command("saguaro_runtime.doctor", "what this machine has and what would be used"),
+}
+# bench is installed under a name of its own; in a checkout it is the folder of that name.
+BENCH = ("saguaro_bench", "bench")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `saguaro` with these arguments (default: the command line's); return the exit code.
+
+    Raises:
+        SystemExit: wrong usage, --help and --version, as argparse does.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    # Like Ctrl-C, a SIGTERM must unwind the stack, so that engines end their processes.
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        if argv[:1] == ["bench"]:
+            return _bench(argv[1:])
+        args = _parser(argv).parse_args(argv)
+        return int(args.run(args))
+    except KeyboardInterrupt:
+        print("\nsaguaro: interrupted", file=sys.stderr)
+        return 130
+    except SaguaroError as error:
+        print(f"saguaro: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # The reader is gone (| head). Python flushes stdout once more at exit: let that succeed.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def version() -> str:
+    """The installed version, or "unknown" in a checkout that is not installed."""
+    try:
+        return importlib.metadata.version("saguaro-ssd")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + signum)
+
+
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="saguaro",
+        description="Speculative speculative decoding: the target's own text, sooner.",
+        epilog="saguaro COMMAND --help explains a command and gives examples.",
+    )
+    parser.add_argument("--version", action="version", version=f"saguaro {version()}")
+    commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
+    for name, (module, summary) in COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=summary[0].upper() + summary[1:] + ".",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        # Only the command that runs is imported: `saguaro --help` needs no torch.
+        if argv[:1] == [name]:
+            its = importlib.import_module(module)
+            command.epilog = f"examples:\n{its.EXAMPLES}"
+            command.set_defaults(run=its.run)
+            its.add_arguments(command)
+    commands.add_parser("bench", help="benchmarks of kernels and runtime", add_help=False)
+    return parser
+
+
+def _bench(argv: Sequence[str]) -> int:
+    for name in BENCH:
+        if importlib.util.find_spec(name):
+            sys.argv = [f"saguaro {name}", *argv]
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+            return 0
+    raise ConfigError('bench: not installed; run: pip install "saguaro-ssd[bench]"')
+
+
+# Options that several commands share.
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
+    """What the text is: SamplingParams."""
+    group = parser.add_argument_group("text")
+    group.add_argument("--max-new-tokens", type=int, default=max_new_tokens, metavar="N")
+    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    group.add_argument("--seed", type=int, default=0)
+
+
+def add_engine_options(parser: argparse.ArgumentParser, *, k: int, branches: int) -> None:
+    """How it is decoded: EngineConfig."""
+    group = parser.add_argument_group("speculation")
+    group.add_argument("--rule", choices=("token", "block", "hsd", "coupled"), default="block")
+    group.add_argument(
+        "--ranking", choices=("auto", "probability", "noise", "coupled"), default="auto"
+    )
+    group.add_argument("--k", type=int, default=k, help=f"tokens drafted per round ({k})")
+    group.add_argument(
+        "--branches", type=int, default=branches, help=f"outcomes prepared per round ({branches})"
+    )

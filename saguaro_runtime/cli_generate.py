@@ -1,0 +1,83 @@
+"""`saguaro generate`: stream the text of any two models."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from saguaro_kernels.errors import ConfigError
+
+from .cli import add_engine_options, add_sampling_options
+
+EXAMPLES = """\
+  saguaro generate --target ./llama-8b --draft ./llama-1b --prompt "Why is the sky blue?"
+  saguaro generate --target ./llama-8b --draft ./llama-1b --raw --prompt "def fib(n):" --stats
+  cat question.txt | saguaro generate --target ./llama-8b --draft ./llama-1b --prompt -
+  saguaro generate --target ./llama-8b --method ar --prompt "Hello"      plain decoding
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", required=True, metavar="PATH", help="folder or hub name")
+    parser.add_argument("--draft", metavar="PATH", help="same vocabulary; not needed for ar")
+    parser.add_argument(
+        "--prompt", action="append", required=True, metavar="TEXT", help="repeatable; - reads stdin"
+    )
+    parser.add_argument("--raw", action="store_true", help="no chat template around the prompt")
+    parser.add_argument("--method", choices=("ar", "sd", "ssd"), default="ssd")
+    parser.add_argument(
+        "--stats", action="store_true", help="print what the rounds did, at the end"
+    )
+    add_sampling_options(parser, max_new_tokens=128)
+    add_engine_options(parser, k=4, branches=20)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.draft is None and args.method != "ar":
+        raise ConfigError(
+            f"--method {args.method}: needs --draft PATH; without one use --method ar"
+        )
+    print(f"loading {args.target}", file=sys.stderr, flush=True)
+    from saguaro_runtime import Engine, EngineConfig, SamplingParams
+
+    params = SamplingParams(args.max_new_tokens, args.temperature, seed=args.seed)
+    config = EngineConfig(
+        method=args.method,
+        rule=args.rule,
+        ranking=args.ranking,
+        k=args.k,
+        branches=args.branches,
+    )
+    with Engine(args.target, args.draft, config) as engine:
+        for number, prompt in enumerate(args.prompt):
+            text = sys.stdin.read() if prompt == "-" else prompt
+            if number:
+                print()
+            ids = encode(engine.tokenizer, text, chat=not args.raw)
+            for piece in engine.stream(ids, params):
+                print(piece, end="", flush=True)
+            print(flush=True)
+        if args.stats:
+            print(_summary(engine.stats()), file=sys.stderr)
+    return 0
+
+
+def encode(tokenizer: Any, text: str, *, chat: bool) -> list[int]:
+    """The ids of a prompt; as a user's message where `chat` is set and the tokenizer has a template."""
+    if chat and getattr(tokenizer, "chat_template", None):
+        message = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        return list(tokenizer(text, add_special_tokens=False).input_ids)
+    return list(tokenizer(text).input_ids)
+
+
+def _summary(stats: dict[str, Any]) -> str:
+    shown = {
+        "tokens_per_s": "{:.1f} tokens/s",
+        "tokens_per_round": "{:.2f} tokens per round",
+        "accepted_per_round": "{:.2f} accepted per round",
+        "hit_rate": "hit rate {:.2f}",
+        "overlap": "overlap {:.2f}",
+    }
+    return ", ".join(text.format(stats[key]) for key, text in shown.items() if key in stats)

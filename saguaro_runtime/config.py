@@ -1,0 +1,103 @@
+"""How an engine runs: one frozen, validated, printable object."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Literal
+
+from saguaro_kernels.errors import ConfigError
+
+Method = Literal["ar", "sd", "ssd"]
+
+
+class Fallback(str, enum.Enum):
+    """What a row does when its outcome was not among the predicted ones."""
+
+    IMMEDIATE_RETRY = "immediate_retry"
+    """The drafter drafts a short chain (a third of k) for the missed rows; the others wait for it."""
+    BATCHED_RETRY = "batched_retry"
+    """The missed rows are redrafted together, k tokens each; the others wait for it."""
+    PARTIAL_ACCEPT = "partial_accept"
+    """The missed rows go on with no draft; nobody waits."""
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "method": ("ar", "sd", "ssd"),
+    "rule": ("token", "block", "hsd", "coupled"),
+    "ranking": ("auto", "probability", "noise", "coupled"),
+    "allocation": ("uniform", "best"),
+    "fallback": ("auto", *(choice.value for choice in Fallback)),
+    "lane": ("auto", "inline", "process"),
+    "impl": ("auto", "triton", "reference"),
+}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Options of an engine; what belongs to one request is in SamplingParams.
+
+    Args:
+        method: "ar" plain decoding, "sd" draft then verify, "ssd" draft ahead while verifying.
+        rule: verification rule; "hsd" is another name of "block".
+        k: tokens drafted per round, 1..64.
+        branches: outcomes prepared per request and round ("ssd"), 1..1024.
+        ranking: how outcomes are ranked; "auto" looks at the request's temperature.
+        allocation: how branches are shared among accepted lengths.
+        fallback: what a missed row does; "auto" retries at batch 1 and goes on undrafted above.
+        reproducible: k is fixed and a missed row is redrafted with all of it, so a seed's text is the
+            same alone and in a batch, on any lane, and under "sd" and "ssd".
+        lane: where the draft runs; "process" is a second process, "inline" this one, in turn.
+        max_batch: most requests decoded at once.
+        max_tokens: key-value slots of all requests together, prompts included.
+        threads, draft_threads: CPU threads of the target and of a draft process; None shares the cores.
+        draft_timeout_s: how long a round waits for the draft before it goes on without.
+        impl: implementation of the kernels, see saguaro_kernels.
+
+    Raises:
+        ConfigError: a value is outside its range.
+    """
+
+    method: Method = "ssd"
+    rule: str = "block"
+    k: int = 4
+    branches: int = 20
+    ranking: str = "auto"
+    allocation: str = "uniform"
+    fallback: str = "auto"
+    reproducible: bool = False
+    lane: str = "auto"
+    max_batch: int = 8
+    max_tokens: int = 16384
+    threads: int | None = None
+    draft_threads: int = 1
+    draft_timeout_s: float = 30.0
+    impl: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name}: got {getattr(self, name)!r}, want one of {choices}")
+        for name, low, high in (
+            ("k", 1, 64),
+            ("branches", 1, 1024),
+            ("max_batch", 1, 1 << 16),
+            ("max_tokens", 1, 1 << 40),
+            ("threads", 1, 1024),
+            ("draft_threads", 1, 1024),
+        ):
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise ConfigError(f"{name}: got {value}, want {low}..{high}")
+        if self.draft_timeout_s <= 0:
+            raise ConfigError(f"draft_timeout_s: got {self.draft_timeout_s}, want > 0")
+
+    @property
+    def draft_len(self) -> int:
+        """Tokens a chain may have: k, or 0 where nothing is drafted."""
+        return 0 if self.method == "ar" else self.k
+
+    @property
+    def fan_out(self) -> int:
+        """Branches per request and round: SD is SSD that prepares none."""
+        return self.branches if self.method == "ssd" else 0

@@ -1,0 +1,194 @@
+"""The engine: requests join, decode in rounds, and leave.
+
+One round, in `Engine.step`: the drafter answers the last outcome with chains and drafts ahead on its
+own; meanwhile the target verifies; what it accepts, and one token more, is committed. `method` decides
+only what the drafter does: nothing ("ar"), chains ("sd"), or chains and branches ("ssd").
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from saguaro_kernels.errors import ConfigError
+
+from .build import build_lane, build_target, share_cores
+from .config import EngineConfig
+from .metrics import Counts, Span, Timeline, mean_ms, overlap
+from .requests import Output, Prompt, Request, SamplingParams
+from .round import ChainStore
+from .scheduler import Scheduler
+from .verifier import Verifier
+
+_GREEDY = SamplingParams()
+_DEFAULT = EngineConfig()
+
+
+class Engine:
+    """Decodes requests with a target and a draft. Use it as a context manager, or call close().
+
+    Args:
+        target, draft: a loaded transformers model, a folder or hub name, or a `Model`. draft may be
+            None with method="ar".
+        config: see EngineConfig.
+        tokenizer: a transformers tokenizer; needed for string prompts, text and stop strings. Default:
+            that of `target` where it is a path.
+
+    Raises:
+        ConfigError, UnsupportedError: models that do not fit each other or cannot be run, before any work.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        draft: Any = None,
+        config: EngineConfig = _DEFAULT,
+        tokenizer: Any = None,
+    ) -> None:
+        self.config = config
+        built = build_target(target, config, tokenizer)
+        self.model, self.tokenizer = built.model, built.tokenizer
+        self.lane = build_lane(draft, built, config)
+        self._restore_threads = share_cores(config, self.lane)
+        self.timeline = Timeline("target")
+        self.verifier = Verifier(
+            self.model, rule=config.rule, impl=config.impl, timeline=self.timeline
+        )
+        self.scheduler = Scheduler(config, built)
+        self.spans: list[Span] = []
+        self._undrafted = ChainStore((config.max_batch,), 0, 1, torch.float32)
+        self._busy_s = 0.0
+
+    def add(self, prompt: Prompt, params: SamplingParams = _GREEDY) -> Request:
+        """Queue a request; it joins when a row and its key-value slots are free.
+
+        Raises:
+            ConfigError: an empty prompt, ids outside the vocabulary, text without a tokenizer, or a
+                request that cannot fit the model or `max_tokens`; nothing is queued then.
+        """
+        return self.scheduler.add(prompt, params)
+
+    def step(self) -> list[Request]:
+        """One round of all running requests; returns those it finished."""
+        start = time.monotonic()
+        with torch.no_grad():
+            self._admit()
+            turn = self.scheduler.turn()
+            reply = self.lane.next_chain(turn) if self.lane else None
+            store = self.lane.chain if self.lane and reply else self._undrafted
+            draft = store.draft(turn.rows, self.scheduler.sampling(turn))
+            verdict = self.verifier.verify(turn, draft, self.scheduler.keys(turn))
+            finished = self.scheduler.commit(turn, draft, verdict, reply.hit if reply else None)
+            self._release()
+        self._busy_s += time.monotonic() - start
+        return finished
+
+    def cancel(self, request: Request) -> None:
+        """End a request between rounds; the tokens it has stay in it."""
+        self.scheduler.cancel(request)
+        self._release()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] = _GREEDY,
+    ) -> list[Output]:
+        """Decode prompts to their ends; outputs in order, one prompt gives a list of one."""
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        several: Sequence[Any] = [prompts] if single else list(prompts)
+        each = [params] * len(several) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(several):
+            raise ConfigError(f"params: got {len(each)} for {len(several)} prompts, want one each")
+        requests = self.scheduler.add_all(list(zip(several, each, strict=True)))
+        try:
+            while any(request.finish_reason is None for request in requests):
+                self.step()
+        finally:
+            for request in requests:
+                self.cancel(request)
+        return [request.output() for request in requests]
+
+    def stream(self, prompt: Prompt, params: SamplingParams = _GREEDY) -> Iterator[str]:
+        """Yield the text of one request as it is decided; leaving early cancels it."""
+        if self.tokenizer is None:
+            raise ConfigError("stream: got no tokenizer, want Engine(..., tokenizer=...)")
+        request = self.add(prompt, params)
+        try:
+            while request.finish_reason is None:
+                self.step()
+                if piece := request.take_text():
+                    yield piece
+            if piece := request.take_text():
+                yield piece
+        finally:
+            self.cancel(request)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts and times since the engine began, see docs/operations.md."""
+        self.spans += self.timeline.drain() + (self.lane.spans() if self.lane else [])
+        counts = self.scheduler.counts
+        step_ms = mean_ms(self.spans, "tree_step") or mean_ms(self.spans, "draft_step")
+        return counts.summary() | {
+            "tokens_per_s": counts.tokens / self._busy_s if self._busy_s else 0.0,
+            "seconds": self._busy_s,
+            "overlap": overlap(self.spans, "look_ahead", "verify"),
+            "t_verify_ms": mean_ms(self.spans, "verify"),
+            "t_draft_step_ms": step_ms,
+            "t_redraft_step_ms": mean_ms(self.spans, "draft_step"),
+            "t_look_ahead_ms": mean_ms(self.spans, "look_ahead"),
+            "t_sample_ms": mean_ms(self.spans, "sample"),
+            "speculation": "off" if self.lane is None else self.lane.off or "on",
+        }
+
+    def close(self) -> None:
+        """End the drafter and give back what the engine changed. Safe to call twice."""
+        if self.lane is not None:
+            self.lane.close()
+        self._restore_threads()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _admit(self) -> None:
+        """Let waiting requests in; the draft prefills while the target does."""
+        admissions = self.scheduler.admit()
+        if admissions and self.lane:
+            self.lane.admit(admissions)
+        for new in admissions:
+            self.model.allocate(new.row, new.slots)
+            if len(new.prompt) > 1:
+                with self.timeline.span("prefill"):
+                    self.model.prefill(new.row, torch.tensor(new.prompt[:-1]))
+
+    def _release(self) -> None:
+        rows = self.scheduler.left()
+        for row in rows:
+            self.model.release(row)
+        if rows and self.lane:
+            self.lane.release(rows)
+
+
+def generate(
+    target: Any,
+    draft: Any,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    tokenizer: Any = None,
+    params: SamplingParams | Sequence[SamplingParams] = _GREEDY,
+    config: EngineConfig = _DEFAULT,
+) -> list[Output]:
+    """Decode prompts with an engine made for them; see Engine."""
+    with Engine(target, draft, config, tokenizer) as engine:
+        return engine.generate(prompts, params)

@@ -1,0 +1,44 @@
+"""What the engine asks of a lane. Calls come in order; only `next_chain` waits for an answer."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ..metrics import Span
+from ..round import Admission, ChainStore, Turn
+
+
+class Reply(NamedTuple):
+    """A drafter's answer to a turn: the chains lie in `Lane.chain`; hit [B] bool."""
+
+    hit: torch.Tensor
+
+
+class Lane(Protocol):
+    """Runs a Speculator. After `next_chain` returns, drafting ahead goes on by itself.
+
+    Attributes:
+        chain: chains of all rows. Written only while a turn is being answered, so they may be read
+            from the answer to a turn until the next turn is given.
+        off: why there is no more drafting, or None.
+    """
+
+    chain: ChainStore
+    off: str | None
+
+    def admit(self, admissions: list[Admission]) -> None:
+        """Start prefilling new rows on the draft."""
+
+    def release(self, rows: list[int]) -> None:
+        """Rows whose requests have ended."""
+
+    def next_chain(self, turn: Turn) -> Reply | None:
+        """The chains that follow an outcome; None where the draft is late or off: go on undrafted."""
+
+    def spans(self) -> list[Span]:
+        """Work done on the draft's side since the last call, as far as it is known."""
+
+    def close(self) -> None:
+        """End the drafter and free what it held; safe to call twice."""

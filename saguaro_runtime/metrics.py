@@ -1,0 +1,148 @@
+"""Counts and times: what the rounds did, on which side, and how much of it overlapped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+_KEPT_SPANS = 200_000
+
+
+class Span(NamedTuple):
+    """A stretch of work: `lane` did `name` from `start` to `end`, in seconds of the monotonic clock."""
+
+    lane: str
+    name: str
+    start: float
+    end: float
+
+
+class Timeline:
+    """Spans in the order they ended. The clock is shared by all processes of a machine."""
+
+    def __init__(self, lane: str) -> None:
+        self.lane = lane
+        self.spans: deque[Span] = deque(maxlen=_KEPT_SPANS)
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self.spans.append(Span(self.lane, name, start, time.monotonic()))
+
+    def drain(self) -> list[Span]:
+        """The spans since the last call."""
+        spans = list(self.spans)
+        self.spans.clear()
+        return spans
+
+
+def mean_ms(spans: list[Span], name: str) -> float:
+    """Mean length of the spans called `name`, in milliseconds; 0 where there are none."""
+    times = [span.end - span.start for span in spans if span.name == name]
+    return 1e3 * sum(times) / len(times) if times else 0.0
+
+
+def overlap(spans: list[Span], inner: str, outer: str) -> float:
+    """Share of the time of `inner` spans that lies inside `outer` spans of other lanes, in [0, 1]."""
+    outers = sorted((span.start, span.end, span.lane) for span in spans if span.name == outer)
+    total = covered = 0.0
+    for span in spans:
+        if span.name != inner:
+            continue
+        total += span.end - span.start
+        covered += sum(
+            max(0.0, min(end, span.end) - max(start, span.start))
+            for start, end, lane in outers
+            if lane != span.lane
+        )
+    return covered / total if total else 0.0
+
+
+def trace_events(spans: list[Span]) -> str:
+    """The spans as a JSON text that chrome://tracing and Perfetto open; one row per lane."""
+    lanes = sorted({span.lane for span in spans})
+    events = [
+        {
+            "name": span.name,
+            "ph": "X",
+            "pid": 0,
+            "tid": lanes.index(span.lane),
+            "ts": span.start * 1e6,
+            "dur": (span.end - span.start) * 1e6,
+        }
+        for span in spans
+    ]
+    names = [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": index, "args": {"name": lane}}
+        for index, lane in enumerate(lanes)
+    ]
+    return json.dumps({"traceEvents": names + events})
+
+
+@dataclass
+class Counts:
+    """Sums over rounds and rows; one per request and one per engine.
+
+    A round *asks* when a branch could have been prepared for its outcome; hits + misses = asks.
+    tokens_after, rounds_after: tokens and rounds whose chain came from a hit, a miss or neither.
+    """
+
+    rounds: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    hits: int = 0
+    misses: int = 0
+    accepted_lengths: dict[int, int] = field(default_factory=dict)
+    hits_by_length: dict[int, int] = field(default_factory=dict)
+    misses_by_length: dict[int, int] = field(default_factory=dict)
+    tokens_after: dict[str, int] = field(default_factory=dict)
+    rounds_after: dict[str, int] = field(default_factory=dict)
+
+    def add_round(self, drafted: int, accepted: int, committed: int, source: str) -> None:
+        """A round of one row; fewer than accepted + 1 tokens are committed where it ends the text."""
+        self.rounds += 1
+        self.tokens += committed
+        self.drafted += drafted
+        self.accepted += accepted
+        _count(self.accepted_lengths, accepted)
+        _count(self.tokens_after, source, accepted + 1)
+        _count(self.rounds_after, source)
+
+    def add_lookup(self, accepted: int, hit: bool) -> None:
+        self.hits += hit
+        self.misses += not hit
+        _count(self.hits_by_length if hit else self.misses_by_length, accepted)
+
+    def summary(self) -> dict[str, Any]:
+        """Plain numbers, ready for JSON. Rates of nothing are 0."""
+        rounds, asks = max(self.rounds, 1), max(self.hits + self.misses, 1)
+        return {
+            "rounds": self.rounds,
+            "tokens": self.tokens,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "tokens_per_round": 1 + self.accepted / rounds if self.rounds else 0.0,
+            "accepted_per_round": self.accepted / rounds,
+            "acceptance": self.accepted / max(self.drafted, 1),
+            "hits": self.hits,
+            "misses": self.misses,
+            "hit_rate": self.hits / asks,
+            "accepted_lengths": dict(sorted(self.accepted_lengths.items())),
+            "hits_by_length": dict(sorted(self.hits_by_length.items())),
+            "misses_by_length": dict(sorted(self.misses_by_length.items())),
+            "tokens_per_round_after": {
+                source: self.tokens_after[source] / count
+                for source, count in self.rounds_after.items()
+            },
+        }
+
+
+def _count(table: dict[Any, int], key: Any, amount: int = 1) -> None:
+    table[key] = table.get(key, 0) + amount

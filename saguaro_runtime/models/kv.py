@@ -1,0 +1,83 @@
+"""A paged key-value store: pages are counted, handed to a row once and freed once."""
+
+from __future__ import annotations
+
+import torch
+
+from saguaro_kernels.errors import ConfigError
+
+
+class PagedKV:
+    """Keys and values of all layers for up to `rows` requests of different lengths.
+
+    Slot j of row r lies in page page_table[r, j // page_size] at j % page_size. Unused entries of the
+    page table are 0, so a gather over the whole table never leaves the pool.
+
+    Attributes:
+        data: [layers, 2, pages, page_size, kv_heads, head_dim]; index 1 is key (0) or value (1).
+        page_table: [rows, max_pages] int32.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        rows: int,
+        tokens: int,
+        page_size: int = 64,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """`tokens`: slots of the whole pool, rounded up to pages."""
+        pages = -(-tokens // page_size)
+        self.page_size = page_size
+        # Zeros, not empty: padded slots are read and masked, and NaN times 0 is NaN.
+        self.data = torch.zeros(
+            layers, 2, pages, page_size, kv_heads, head_dim, dtype=dtype, device=device
+        )
+        self.page_table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
+        self._free = list(range(pages))
+        self._held: dict[int, list[int]] = {}
+
+    @property
+    def free_tokens(self) -> int:
+        """Slots that can still be handed out."""
+        return len(self._free) * self.page_size
+
+    def allocate(self, row: int, tokens: int) -> None:
+        """Give `row` pages for `tokens` slots.
+
+        Raises:
+            ConfigError: the row already holds pages, or too few are free.
+        """
+        if row in self._held:
+            raise ConfigError(f"row {row}: already holds pages; release it first")
+        count = -(-tokens // self.page_size)
+        if count > len(self._free):
+            raise ConfigError(
+                f"KV cache: row {row} wants {tokens} slots, {self.free_tokens} are free; "
+                "raise EngineConfig(max_tokens=...) or lower max_new_tokens"
+            )
+        # Lowest pages first: neighbours in memory, so a row alone is one slice of the pool.
+        self._free.sort()
+        pages, self._free = self._free[:count], self._free[count:]
+        self._held[row] = pages
+        self.page_table[row].zero_()
+        self.page_table[row, :count] = torch.tensor(pages, dtype=torch.int32)
+
+    def release(self, row: int) -> None:
+        """Take the pages of `row` back.
+
+        Raises:
+            ConfigError: the row holds none (a second release).
+        """
+        if row not in self._held:
+            raise ConfigError(f"row {row}: holds no pages")
+        self._free.extend(self._held.pop(row))
+
+    def table(self, rows: torch.Tensor) -> torch.Tensor:
+        """The page tables of `rows` [B], cut to the widest of them: [B, pages] int32."""
+        widest = max(len(self._held[row]) for row in rows.tolist())
+        return self.page_table[rows, :widest]

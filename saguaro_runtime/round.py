@@ -1,0 +1,156 @@
+"""What passes between the two sides of a round: the outcome one way, the next chain the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+
+from saguaro_kernels import PAD, Keys, Sampling
+from saguaro_kernels.verification import Draft
+
+from .requests import SamplingParams
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A request that joins: its row, its prompt, how it is sampled and the slots it may fill."""
+
+    row: int
+    prompt: list[int]
+    params: SamplingParams
+    slots: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The outcome of a round, as the drafter needs it; B active rows.
+
+    Attributes:
+        number: round number of the engine; branches of round n answer turn n + 1 alone.
+        rows, uid, base, last: [B] int64; base = committed tokens, last = the last of them.
+        accepted: [B] int32, accepted drafts of the round that ended; -1 for a row that has just joined.
+        budget: [B] int32, most tokens the next chain may have.
+        retry: [B] int32, tokens to draft now if the outcome was not predicted.
+    """
+
+    number: int
+    rows: torch.Tensor
+    uid: torch.Tensor
+    base: torch.Tensor
+    last: torch.Tensor
+    accepted: torch.Tensor
+    budget: torch.Tensor
+    retry: torch.Tensor
+
+
+class RowTable:
+    """Seeds and sampling parameters of all rows, as tensors."""
+
+    def __init__(self, rows: int, device: torch.device | str = "cpu") -> None:
+        self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.temperature = torch.zeros(rows, device=device)
+        self.top_k = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.top_p = torch.ones(rows, device=device)
+        self.min_p = torch.zeros(rows, device=device)
+
+    def set(self, row: int, params: SamplingParams) -> None:
+        self.seed[row] = params.seed
+        self.temperature[row] = params.temperature
+        self.top_k[row] = params.top_k or 0
+        self.top_p[row] = 1.0 if params.top_p is None else params.top_p
+        self.min_p[row] = params.min_p or 0.0
+
+    def sampling(self, rows: torch.Tensor) -> Sampling:
+        """Sampling of `rows`; a filter that no row uses is None, which is the cheaper path."""
+        top_k, top_p, min_p = self.top_k[rows], self.top_p[rows], self.min_p[rows]
+        return Sampling(
+            self.temperature[rows],
+            top_k if bool((top_k > 0).any()) else None,
+            top_p if bool((top_p < 1).any()) else None,
+            min_p if bool((min_p > 0).any()) else None,
+        )
+
+    def keys(self, rows: torch.Tensor, base: torch.Tensor) -> Keys:
+        return Keys(self.seed[rows], base)
+
+
+Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+
+
+def allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+class ChainStore:
+    """Drafted chains with all that verification needs of them; leading dimensions as given.
+
+    tokens, logq, lse, cutoff, cutoff_id, scale_logit, scale_id [..., K]; logits [..., K + 1, V], whose
+    row K is what the draft predicts after the whole chain; num_draft [...].
+    """
+
+    SCALARS = ("logq", "lse", "cutoff", "scale_logit")
+    IDS = ("tokens", "cutoff_id", "scale_id")
+
+    def __init__(
+        self,
+        leading: tuple[int, ...],
+        draft_len: int,
+        vocab_size: int,
+        dtype: torch.dtype,
+        allocate: Allocate = allocate_zeros,
+    ) -> None:
+        chain = (*leading, draft_len)
+        self.tokens = allocate(chain, torch.int64)
+        self.cutoff_id = allocate(chain, torch.int64)
+        self.scale_id = allocate(chain, torch.int64)
+        self.logq = allocate(chain, torch.float32)
+        self.lse = allocate(chain, torch.float32)
+        self.cutoff = allocate(chain, torch.float32)
+        self.scale_logit = allocate(chain, torch.float32)
+        self.num_draft = allocate(leading, torch.int32)
+        self.logits = allocate((*leading, draft_len + 1, vocab_size), dtype)
+
+    def put(self, index: tuple[torch.Tensor | slice, ...], offset: int, sample: object) -> None:
+        """Store a Sample as the draft at `offset` of the chains at `index`."""
+        for name in (*self.SCALARS, *self.IDS):
+            field = getattr(self, name)[..., offset]
+            field[index] = getattr(sample, name).view_as(field[index])
+
+    def take(self, rows: torch.Tensor, other: ChainStore, index: tuple[torch.Tensor, ...]) -> None:
+        """Copy the chains of `other` at `index` to `rows`."""
+        for name in (*self.SCALARS, *self.IDS, "num_draft", "logits"):
+            getattr(self, name)[rows] = getattr(other, name)[index]
+
+    def draft(self, rows: torch.Tensor, sampling: Sampling) -> Draft:
+        """The chains of `rows` as `verify` takes them, as wide as the longest."""
+        pick = _picker(rows, len(self.num_draft))
+        num_draft = pick(self.num_draft)
+        width = int(num_draft.max())
+        beyond = torch.arange(width, device=rows.device) >= num_draft[:, None]
+        greedy = sampling.temperature == 0
+        return Draft(
+            tokens=pick(self.tokens)[:, :width].masked_fill(beyond, PAD),
+            num_draft=num_draft,
+            logits=None if bool(greedy.all()) else pick(self.logits)[:, :width],
+            one_hot=greedy,
+            downweight=None,
+            sampling=sampling,
+            **{
+                name: pick(getattr(self, name))[:, :width]
+                for name in (*self.SCALARS, "cutoff_id", "scale_id")
+            },
+        )
+
+
+def _picker(rows: torch.Tensor, size: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Index by `rows`, as a view where they are the first ones: vocabulary rows are not copied."""
+    count = len(rows)
+    if count <= size and torch.equal(rows, torch.arange(count, device=rows.device)):
+        return lambda tensor: tensor[:count]
+    return lambda tensor: tensor[rows]
+
+
+def turn_fields() -> tuple[str, ...]:
+    return tuple(field.name for field in fields(Turn))

@@ -1,0 +1,168 @@
+"""Who decodes: requests wait, get a row, take part in rounds and leave. No tensor work, no models."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from saguaro_kernels import Keys, Sampling, Status
+from saguaro_kernels.errors import ConfigError
+from saguaro_kernels.verification import Draft, Verdict
+
+from .build import Built
+from .config import EngineConfig
+from .metrics import Counts
+from .policy import retry_length
+from .requests import Prompt, Request, SamplingParams, TextStream
+from .round import Admission, RowTable, Turn
+
+_BROKEN = (Status.NAN, Status.EMPTY)
+"""The target's own row has no law to draw from. A broken draft row costs speed and nothing else."""
+
+
+class Scheduler:
+    """Rows and their requests, in order of arrival."""
+
+    def __init__(self, config: EngineConfig, built: Built) -> None:
+        self.config, self.built = config, built
+        self.counts = Counts()
+        self._table = RowTable(config.max_batch)
+        self._waiting: deque[Request] = deque()
+        self._running: dict[int, Request] = {}
+        self._left: list[int] = []
+        self._accepted: dict[int, int] = {}
+        self._free_rows = list(range(config.max_batch))
+        self._free_slots = config.max_tokens
+        self._uid = self._round = 0
+
+    def add(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """Queue a request, or raise ConfigError and queue nothing."""
+        return self.add_all([(prompt, params)])[0]
+
+    def add_all(self, asked: Sequence[tuple[Prompt, SamplingParams]]) -> list[Request]:
+        """Queue all of them or, if one cannot be served, none."""
+        requests = [self._request(prompt, params) for prompt, params in asked]
+        for request in requests:
+            if request.limit > 0:
+                self._waiting.append(request)
+            else:
+                request.finish_reason = "length"
+        return requests
+
+    def admit(self) -> list[Admission]:
+        """Give rows and slots to waiting requests, first come first served."""
+        admissions = []
+        while self._waiting and self._free_rows:
+            slots = self._slots(self._waiting[0])
+            if slots > self._free_slots:
+                break
+            request = self._waiting.popleft()
+            request.row = self._free_rows.pop(0)
+            self._free_slots -= slots
+            self._running[request.row] = request
+            self._accepted[request.row] = -1
+            self._table.set(request.row, request.params)
+            admissions.append(Admission(request.row, request.prompt, request.params, slots))
+        return admissions
+
+    def turn(self) -> Turn:
+        """The outcomes of all running rows, for the drafter."""
+        self._round += 1
+        requests = [self._running[row] for row in sorted(self._running)]
+        room = [min(self.config.draft_len, self.built.max_length - r.length) for r in requests]
+        retry = retry_length(self.config, len(requests))
+        return Turn(
+            number=self._round,
+            rows=torch.tensor([r.row for r in requests]),
+            uid=torch.tensor([r.uid for r in requests]),
+            base=torch.tensor([r.length for r in requests]),
+            last=torch.tensor([r.last for r in requests]),
+            accepted=torch.tensor([self._accepted[r.row] for r in requests], dtype=torch.int32),
+            budget=torch.tensor(room, dtype=torch.int32),
+            retry=torch.full((len(requests),), retry, dtype=torch.int32),
+        )
+
+    def sampling(self, turn: Turn) -> Sampling:
+        return self._table.sampling(turn.rows)
+
+    def keys(self, turn: Turn) -> Keys:
+        return self._table.keys(turn.rows, turn.base)
+
+    def commit(
+        self, turn: Turn, draft: Draft, verdict: Verdict, hit: torch.Tensor | None
+    ) -> list[Request]:
+        """Give each row its tokens; returns the requests that ended."""
+        finished = []
+        drafted, accepted = draft.num_draft.tolist(), verdict.num_accepted.tolist()
+        tokens, status = verdict.tokens.tolist(), verdict.status.tolist()
+        for index, row in enumerate(turn.rows.tolist()):
+            request, count = self._running[row], accepted[index]
+            found, before = None if hit is None else bool(hit[index]), request.length
+            if status[index] in _BROKEN:
+                request.finish_reason = "error"
+            else:
+                request.commit(tokens[index][: count + 1])
+            source = "undrafted" if not drafted[index] else "hit" if found else "redraft"
+            for counts in (self.counts, request.counts):
+                if self.config.fan_out and self._accepted[row] >= 0:
+                    counts.add_lookup(self._accepted[row], bool(found))
+                counts.add_round(drafted[index], count, request.length - before, source)
+            self._accepted[row] = count
+            if request.finish_reason is not None:
+                self._leave(request)
+                finished.append(request)
+        return finished
+
+    def cancel(self, request: Request) -> None:
+        if request.finish_reason is not None:
+            return
+        request.finish_reason = "cancelled"
+        if request in self._waiting:
+            self._waiting.remove(request)
+        else:
+            self._leave(request)
+
+    def left(self) -> list[int]:
+        """Rows freed since the last call."""
+        rows, self._left = self._left, []
+        return rows
+
+    def _leave(self, request: Request) -> None:
+        del self._running[request.row]
+        self._free_slots += self._slots(request)
+        self._free_rows.append(request.row)
+        self._free_rows.sort()
+        self._left.append(request.row)
+
+    def _slots(self, request: Request) -> int:
+        return len(request.prompt) + request.limit + self.config.draft_len + 1
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        built, tokenizer = self.built, self.built.tokenizer
+        if (isinstance(prompt, str) or params.stop) and tokenizer is None:
+            raise ConfigError("prompt: text or stop strings need Engine(..., tokenizer=...)")
+        ids = tokenizer(prompt).input_ids if isinstance(prompt, str) else [int(id) for id in prompt]
+        if not ids:
+            raise ConfigError("prompt: got no tokens, want at least one")
+        if not all(0 <= id < built.model.vocab_size for id in ids):
+            raise ConfigError(f"prompt: token ids must lie in 0..{built.model.vocab_size - 1}")
+        if len(ids) >= built.max_length:
+            raise ConfigError(f"prompt: {len(ids)} tokens, the model holds {built.max_length}")
+        self._uid += 1
+        request = Request(
+            uid=self._uid,
+            prompt=ids,
+            params=params,
+            stop_ids=frozenset(params.stop_token_ids)
+            | (frozenset() if params.ignore_eos else built.stop_ids),
+            limit=min(params.max_new_tokens, built.max_length - len(ids)),
+            stream=TextStream(tokenizer, params.stop) if tokenizer is not None else None,
+        )
+        if self._slots(request) > self.config.max_tokens:
+            raise ConfigError(
+                f"prompt: {len(ids)} tokens and {request.limit} new ones need {self._slots(request)} "
+                f"key-value slots, max_tokens={self.config.max_tokens}; raise it, or ask for fewer"
+            )
+        return request
