@@ -17,6 +17,7 @@ import torch
 
 from . import distribution
 from .distribution import RowStats, Sampling
+from .tree_attention import _tree_attention
 
 _LIBRARY = torch.library.Library("saguaro", "DEF")
 
@@ -55,4 +56,11 @@ _register(
     "Tensor? bias, str impl, Tensor(a!) max, Tensor(b!) lse, Tensor(c!) cutoff, Tensor(d!) argmax, "
     "Tensor(e!) cutoff_id, Tensor(f!) status, Tensor(g!) log_sum) -> ()",
     _row_stats,
+)
+
+_register(
+    "tree_attention(Tensor query, Tensor key_pages, Tensor value_pages, Tensor page_table, "
+    "Tensor trunk_len, Tensor depth, Tensor? device_step, int draft_len, int step, float scale, "
+    "float softcap, int window, str impl, Tensor(a!) out, Tensor(b!)? workspace) -> ()",
+    _tree_attention,
 )

@@ -1,14 +1,4 @@
-"""Attention of many queries of one request over its shared trunk, and of each over its own branch.
-
-    out[b, i, h] = sum_j w[j] * value[b, j, h // G],   w = softmax over visible j of scale * <q, k_j>
-
-Slot j of request b lives at pages[page_table[b, j // page], j % page]. Branch i, at tree step `step`, sees
-    the trunk and its part of the chain:   j < trunk_len[b] + depth[b, i] + 1
-    its own keys:                          j = trunk_len[b] + draft_len + 1 + s*M + i,  s = 0..step
-With step = -1 there are no own keys, and depth = 0, 1, .. is causal attention of a chain whose keys have
-just been written: verification, chunked prefill and single-token decode are the same op. depth < 0 marks an
-unused query; its output is 0. A sliding window keeps the keys less than `window` positions back.
-"""
+"""Torch reference of tree attention: the CPU path, and what the kernels are tested against."""
 
 from __future__ import annotations
 
@@ -165,37 +155,3 @@ def _attend(query, key, value, mask, scale: float, softcap: float | None) -> tor
     score = query.to(wide) @ key.to(wide).transpose(1, 2) * scale
     score = softcap * torch.tanh(score / softcap) + mask
     return (score.softmax(-1) @ value.to(wide)).to(query.dtype)
-
-
-def tree_attention(
-    query: torch.Tensor,
-    key_pages: torch.Tensor,
-    value_pages: torch.Tensor,
-    page_table: torch.Tensor,
-    *,
-    trunk_len: torch.Tensor,
-    depth: torch.Tensor,
-    draft_len: int,
-    step: int | torch.Tensor,
-    scale: float | None = None,
-    softcap: float | None = None,
-    window: int | None = None,
-    plan: AttentionPlan | None = None,
-    out: torch.Tensor | None = None,
-    impl: str = "auto",
-) -> torch.Tensor:
-    result = tree_attention_reference(
-        query,
-        key_pages,
-        value_pages,
-        page_table,
-        trunk_len=trunk_len,
-        depth=depth,
-        draft_len=draft_len,
-        step=step,
-        scale=scale,
-        softcap=softcap,
-        window=window,
-        plan=plan,
-    )
-    return result if out is None else out.copy_(result)
