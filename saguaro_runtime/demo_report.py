@@ -1,0 +1,176 @@
+"""The demo's numbers as one JSON object, and as a table."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .cli import version
+from .planner import ssd_vs_sd
+from .policy import retry_length
+from .requests import SamplingParams
+
+if TYPE_CHECKING:
+    from .demo import Variant
+
+KEYS = (
+    "tokens_per_s",
+    "tokens_per_round",
+    "accepted_per_round",
+    "hit_rate",
+    "overlap",
+    "t_verify_ms",
+    "t_draft_step_ms",
+    "t_sample_ms",
+)
+SPEEDS = (
+    ("sd", "ar"),
+    ("ssd", "ar"),
+    ("ssd", "sd"),
+    ("ssd", "ar_2_threads"),
+    ("ssd", "sd_2_threads"),
+)
+
+
+def summarize(
+    rows: Mapping[str, Mapping[str, Any]],
+    check: tuple[str, float | None] | None,
+    variants: Sequence[Variant],
+    params: SamplingParams,
+    dtype: str,
+    prompts: int,
+) -> dict[str, Any]:
+    """What `--json` prints. Rates of nothing are 0; what was not run is null or absent."""
+    config = variants[-1].config
+    equal, gap = check or (None, None)
+    return {
+        "methods": {name: {key: row[key] for key in KEYS} for name, row in rows.items()},
+        "speed": {
+            f"{fast}_vs_{slow}": rows[fast]["tokens_per_s"] / rows[slow]["tokens_per_s"]
+            for fast, slow in SPEEDS
+            if fast in rows and slow in rows
+        },
+        "texts_equal": equal,
+        "texts_gap": gap,
+        "predicted_ssd_vs_sd": predict(rows, variants),
+        "settings": {
+            "dtype": dtype,
+            "prompts": prompts,
+            "max_new_tokens": params.max_new_tokens,
+            "temperature": params.temperature,
+            "seed": params.seed,
+            "rule": config.rule,
+            "ranking": config.ranking,
+            "k": config.k,
+            "branches": config.branches,
+        },
+        "versions": versions(),
+    }
+
+
+def predict(rows: Mapping[str, Mapping[str, Any]], variants: Sequence[Variant]) -> float | None:
+    """SSD against SD by Theorem 7, from the times, tokens and hit rate measured in these runs."""
+    if "sd" not in rows or "ssd" not in rows:
+        return None
+    sd, ssd = rows["sd"], rows["ssd"]
+    config = next(variant.config for variant in variants if variant.name == "ssd")
+    after = ssd["tokens_per_round_after"]
+    mean = ssd["tokens_per_round"]
+    return ssd_vs_sd(
+        verify_seconds=ssd["t_verify_ms"] / 1e3,
+        draft_seconds=config.k * sd["t_draft_step_ms"] / 1e3,
+        tree_round_seconds=(config.k + 1) * ssd["t_draft_step_ms"] / 1e3,
+        redraft_seconds=retry_length(config, 1) * ssd["t_redraft_step_ms"] / 1e3,
+        hit_rate=ssd["hit_rate"],
+        tokens_sd=sd["tokens_per_round"],
+        tokens_hit=after.get("hit", mean),
+        tokens_miss=after.get("miss", mean),
+    )
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the numbers depend on; "missing" where a package is not installed."""
+    found = {"saguaro": version(), "python": platform.python_version()}
+    for name in ("torch", "triton", "transformers"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "missing"
+    return found
+
+
+def render(report: Mapping[str, Any], variants: Sequence[Variant]) -> str:
+    """The table and the sentences under it."""
+    methods = report["methods"]
+    head = (
+        "",
+        "tokens/s",
+        "vs AR",
+        "vs SD",
+        "tokens/round",
+        "accepted/round",
+        "hit rate",
+        "overlap",
+    )
+    lines = [head]
+    for variant in variants:
+        row = methods[variant.name]
+        lines.append(
+            (
+                variant.label,
+                f"{row['tokens_per_s']:.1f}",
+                _ratio(methods, variant.name, "ar"),
+                _ratio(methods, variant.name, "sd"),
+                f"{row['tokens_per_round']:.2f}",
+                f"{row['accepted_per_round']:.2f}" if variant.config.method != "ar" else "-",
+                f"{row['hit_rate']:.2f}" if variant.config.method == "ssd" else "-",
+                f"{row['overlap']:.2f}" if variant.config.method == "ssd" else "-",
+            )
+        )
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    table = [
+        "  ".join(
+            [
+                line[0].ljust(widths[0]),
+                *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True)),
+            ]
+        ).rstrip()
+        for line in lines
+    ]
+    return "\n".join([*table, "", *_sentences(report)])
+
+
+def _ratio(methods: Mapping[str, Any], name: str, base: str) -> str:
+    if base not in methods:
+        return "-"
+    return f"{methods[name]['tokens_per_s'] / methods[base]['tokens_per_s']:.2f}"
+
+
+def _sentences(report: Mapping[str, Any]) -> list[str]:
+    settings = report["settings"]
+    lines = [
+        f"{settings['prompts']} prompts, up to {settings['max_new_tokens']} tokens each, "
+        f"{settings['dtype']}, temperature {settings['temperature']:g}, rule {settings['rule']}, "
+        f"k {settings['k']}, {settings['branches']} branches"
+    ]
+    if ssd := report["methods"].get("ssd"):
+        step = ssd["t_draft_step_ms"]
+        share = ssd["t_sample_ms"] / step if step else 0.0
+        lines.append(
+            f"SSD: verification {ssd['t_verify_ms']:.1f} ms, a draft step over all branches "
+            f"{step:.1f} ms, sampling {ssd['t_sample_ms']:.1f} ms ({share:.0%} of it)"
+        )
+    if report["predicted_ssd_vs_sd"] is not None:
+        lines.append(
+            f"SSD against SD: {report['speed']['ssd_vs_sd']:.2f} measured, "
+            f"{report['predicted_ssd_vs_sd']:.2f} predicted from these times by Theorem 7"
+        )
+    if report["texts_equal"] is not None:
+        gap = report["texts_gap"]
+        lines.append(
+            f"texts of the methods (float32): {report['texts_equal'].replace('_', ' ')}"
+            + (f", gap {gap:.1e}" if gap is not None else "")
+        )
+    return lines
