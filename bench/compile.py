@@ -1,0 +1,222 @@
+"""Ahead-of-time binaries of every kernel, without a GPU: do they compile, and what do they use?
+
+Each kernel module lists its binaries: `compile_cases()` returns tuples of name, kernel, signature
+{argument: type}, constexprs {argument: value} and num_warps. They are compiled for sm_80, sm_90,
+sm_100 and gfx942, and read back from the binary: registers, shared memory, spills (local memory),
+the widest global load and the tensor-core instructions. A spill or a failed compile is a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import multiprocessing
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+PACKAGE = "saguaro_kernels"
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+_TENSOR_CORE = r"\b(?:HMMA|HGMMA|IMMA|QGMMA|DMMA|OMMA|UTC\w*MMA)\b|\bv_mfma"
+
+
+@dataclass(frozen=True)
+class Binary:
+    """One kernel variant for one target; `error` is empty when it compiled."""
+
+    name: str
+    target: str
+    registers: int = 0
+    shared_bytes: int = 0
+    spill_bytes: int = 0
+    load_bits: int = 0
+    tensor_core: int = 0
+    error: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """True when it did not compile, or spills."""
+        return bool(self.error) or self.spill_bytes > 0
+
+
+def discover(package: str = PACKAGE) -> Iterator[tuple[str, Any, dict, dict, int]]:
+    """Yield the compile cases of every module of `package` that lists some."""
+    root = importlib.import_module(package)
+    modules = [package]
+    if hasattr(root, "__path__"):
+        modules += [info.name for info in pkgutil.walk_packages(root.__path__, f"{package}.")]
+    seen = set()
+    for module in modules:
+        # A folder's __init__ and the file it re-exports from list the same cases.
+        for case in getattr(importlib.import_module(module), "compile_cases", list)():
+            if case[0] not in seen:
+                seen.add(case[0])
+                yield case
+
+
+def compile_case(case: tuple[str, Any, dict, dict, int], target: str) -> Binary:
+    """Compile one case for one target and read its binary."""
+    from triton import compile as triton_compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    name, kernel, signature, constexprs, num_warps = case
+    machine = (
+        GPUTarget("hip", target, 64)
+        if target.startswith("gfx")
+        else GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
+    )
+    # What a launch with torch's tensors finds out about its pointers: they are 16-byte aligned.
+    attributes = {
+        (index,): [["tt.divisibility", 16]]
+        for index, parameter in enumerate(kernel.params)
+        if str(signature.get(parameter.name, "")).startswith("*")
+        and not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
+    }
+    # Arguments that the case does not name are the constexprs.
+    full = {a: signature.get(a, "constexpr") for a in kernel.arg_names}
+    try:
+        source = ASTSource(kernel, full, constexprs, attributes)
+        built = triton_compile(source, target=machine, options={"num_warps": num_warps})
+    except Exception as error:  # noqa: BLE001  any failure of the compiler is the result
+        reason = str(error).strip().splitlines() or [repr(error)]
+        return Binary(name, target, error=f"{type(error).__name__}: {reason[-1]}"[:300])
+    read = _read_amdgcn if machine.backend == "hip" else _read_cubin
+    return Binary(name, target, shared_bytes=built.metadata.shared, **read(built.asm))
+
+
+def _tool(name: str) -> str:
+    from triton.backends import nvidia
+
+    return str(Path(next(iter(nvidia.__path__)), "bin", name))
+
+
+def _read_cubin(asm: dict[str, Any]) -> dict[str, int]:
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(asm["cubin"])
+        usage = _run(_tool("cuobjdump"), "-res-usage", str(cubin))
+        sass = _run(_tool("nvdisasm"), "-c", str(cubin))
+    number = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    # STL writes local memory: ptxas reports some spills only as stack.
+    spilled = bool(re.search(r"\bSTL\b", sass))
+    return {
+        "registers": number.get("REG", 0),
+        "spill_bytes": number.get("LOCAL", 0) + (max(number.get("STACK", 0), 1) if spilled else 0),
+        "load_bits": _widest_load(sass),
+        "tensor_core": len(re.findall(_TENSOR_CORE, sass)),
+    }
+
+
+def _widest_load(sass: str) -> int:
+    """Bits per thread of the widest global load, asynchronous copies to shared memory included."""
+    widest = 0
+    for suffix in re.findall(r"\b(?:LDG|LDGSTS)\.([\w.]+)", sass):
+        parts = suffix.split(".")
+        sizes = {"256": 256, "128": 128, "64": 64, "U16": 16, "S16": 16, "U8": 8, "S8": 8}
+        widest = max(widest, next((sizes[p] for p in parts if p in sizes), 32))
+    return widest
+
+
+def _read_amdgcn(asm: dict[str, Any]) -> dict[str, int]:
+    text = asm["amdgcn"]
+
+    def metadata(key: str) -> int:
+        found = re.search(rf"\.{key}:\s+(\d+)", text)
+        return int(found.group(1)) if found else 0
+
+    loads = re.findall(r"\b(?:global|buffer|flat)_load_(dwordx[234]|dword|u?short|[us]byte)", text)
+    bits = {"dwordx4": 128, "dwordx3": 96, "dwordx2": 64, "dword": 32, "short": 16, "ushort": 16}
+    return {
+        "registers": metadata("vgpr_count"),
+        "spill_bytes": 4 * metadata("vgpr_spill_count"),
+        "load_bits": max((bits.get(load, 8) for load in loads), default=0),
+        "tensor_core": len(re.findall(_TENSOR_CORE, text)),
+    }
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _compile_share(package: str, pattern: str, targets: Sequence[str], index: int, jobs: int):
+    cases = [case for case in discover(package) if re.search(pattern, case[0])]
+    return [
+        (position, compile_case(case, target))
+        for position, case in list(enumerate(cases))[index::jobs]
+        for target in targets
+    ]
+
+
+def compile_all(
+    package: str = PACKAGE, pattern: str = "", targets: Sequence[str] = TARGETS, jobs: int = 1
+) -> list[Binary]:
+    """Compile every case whose name matches `pattern`, in `jobs` processes; in the cases' order."""
+    if jobs == 1:
+        shares = [_compile_share(package, pattern, targets, 0, 1)]
+    else:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+            futures = [
+                pool.submit(_compile_share, package, pattern, targets, index, jobs)
+                for index in range(jobs)
+            ]
+            shares = [future.result() for future in futures]
+    rows = sorted((row for share in shares for row in share), key=lambda row: row[0])
+    return [binary for _, binary in rows]
+
+
+def render(binaries: Sequence[Binary]) -> str:
+    """The table of `python -m bench compile`."""
+    width = max([len(b.name) for b in binaries] + [6])
+    lines = [
+        f"{'kernel':{width}} {'target':7} {'registers':>9} {'shared B':>9} {'spilled B':>9} "
+        f"{'load bits':>9} {'tensor-core ops':>15}"
+    ]
+    for b in binaries:
+        lines.append(
+            f"{b.name:{width}} {b.target:7} "
+            + (
+                f"FAILED {b.error}"
+                if b.error
+                else f"{b.registers:9} {b.shared_bytes:9} {b.spill_bytes:9} {b.load_bits:9} "
+                f"{b.tensor_core:15}" + ("   SPILLS" if b.spill_bytes else "")
+            )
+        )
+    failed = sum(b.failed for b in binaries)
+    lines.append(f"{len(binaries)} binaries, {failed} failed or spilling")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`python -m bench compile`: 0 when every kernel compiles for every target without a spill."""
+    parser = argparse.ArgumentParser(prog="python -m bench compile", description=__doc__)
+    parser.add_argument("pattern", nargs="?", default="", help="only cases whose name matches")
+    parser.add_argument("--targets", default=",".join(TARGETS), help="default: %(default)s")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", metavar="FILE", help="write the rows as JSON")
+    parser.add_argument("--package", default=PACKAGE, help="where to look for compile_cases()")
+    options = parser.parse_args(arguments)
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        # In the interpreter a kernel is no longer one: start afresh without it.
+        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        command = [sys.executable, "-m", __package__ or "bench", "compile", *arguments]
+        return subprocess.run(command, env=environment, check=False).returncode
+    targets = [target for target in options.targets.split(",") if target]
+    binaries = compile_all(options.package, options.pattern, targets, options.jobs)
+    print(render(binaries))
+    if options.json:
+        Path(options.json).write_text(json.dumps([asdict(b) for b in binaries], indent=1) + "\n")
+    if not binaries:
+        print(f"no compile case of {options.package} matches {options.pattern!r}", file=sys.stderr)
+        return 2
+    return int(any(binary.failed for binary in binaries))
