@@ -7,7 +7,7 @@
 
 Filters apply in this order: temperature, top-k, top-p (smallest prefix of mass >= p), min-p
 (relative to the maximum), then C. Equal logits rank by id, the lowest first, so that exactly k ids
-are kept. Nothing of the size of the vocabulary is ever written: whoever needs q reads the row again.
+are kept. Nothing of the vocabulary's size is ever written: whoever needs q reads the row again.
 
 Temperature 0 is greedy: one-hot on the argmax (cutoff = max, cutoff_id = argmax, log q = 0 there);
 filters do not matter, and lse is that of the unfiltered row at T = 1, which ranks the runners-up.

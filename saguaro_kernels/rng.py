@@ -15,12 +15,16 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-_WORD = 0xFFFFFFFF
-_BELOW_ONE = 1.0 - 2.0**-24
+_WORD, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+_MULTIPLIER0, _MULTIPLIER1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_WEYL0, _WEYL1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+_BELOW_ONE = np.float32(1.0 - 2.0**-24)
+_PART_WORDS = 1 << 16
 
 
 class Stream(enum.IntEnum):
@@ -38,47 +42,61 @@ class Stream(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Keys:
-    """Per row: seed [R] int64 of the request and base [R] int64, committed tokens at the round's start."""
+    """Per row: seed [R] int64, and base [R] int64, the tokens committed when the round began."""
 
     seed: torch.Tensor
     base: torch.Tensor
 
 
 def philox_reference(
-    seed: torch.Tensor,
-    c0: torch.Tensor,
-    c1: torch.Tensor,
-    c2: torch.Tensor,
-    c3: torch.Tensor,
-    rounds: int = 10,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Philox4x32 over broadcastable int64 tensors holding 32-bit words; returns four such words."""
-    k0, k1 = seed & _WORD, (seed >> 32) & _WORD
-    for _ in range(rounds):
-        # A 32 x 32 bit product wraps in int64, but both of its halves survive the mask.
-        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0 = ((product1 >> 32) & _WORD) ^ c1 ^ k0
-        c2 = ((product0 >> 32) & _WORD) ^ c3 ^ k1
-        c1, c3 = product1 & _WORD, product0 & _WORD
-        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
-    return c0, c1, c2, c3
+    seed: np.ndarray, c0: np.ndarray, c1: np.ndarray, c2: np.ndarray, c3: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Philox4x32-10 over broadcastable uint64 arrays of 32-bit words; returns four such arrays.
+
+    A round: (x0, x1, x2, x3) -> (hi(M1 x2) ^ x1 ^ k0, lo(M1 x2), hi(M0 x0) ^ x3 ^ k1, lo(M0 x0)).
+    numpy, since torch has no unsigned arithmetic and its 64-bit integer ops are half as fast.
+    """
+    shape = np.broadcast_shapes(seed.shape, c0.shape, c1.shape, c2.shape, c3.shape)
+    factor = np.empty((2, *shape), np.uint64)  # (x0, x2), then (x2, x0), ..
+    factor[0], factor[1] = c0, c2
+    added = np.empty_like(factor)  # what each will be xored with, kept in the high half: (x3, x1)
+    added[0], added[1] = c3 << _HALF, c1 << _HALF
+    one = np.ones_like(seed)
+    multiplier = np.stack((one * _MULTIPLIER0, one * _MULTIPLIER1))
+    key = np.stack((seed >> _HALF, seed & _WORD)) << _HALF
+    weyl = np.stack((one * _WEYL1, one * _WEYL0)) << _HALF
+    for _ in range(10):
+        factor *= multiplier
+        added ^= factor
+        added ^= key
+        added >>= _HALF
+        factor <<= _HALF
+        factor, added = added, factor[::-1]
+        multiplier, key, weyl = multiplier[::-1], (key + weyl)[::-1], weyl[::-1]
+    added >>= _HALF
+    return factor[0], added[1], factor[1], added[0]
 
 
-def _words(keys: Keys, offset: torch.Tensor, stream: Stream, vocab: int) -> torch.Tensor:
-    """The 32-bit words of ids 0..vocab-1: [R, vocab] int64. The coupled stream adds offset to base."""
+def _uniforms(keys: Keys, offset: torch.Tensor, stream: Stream, vocab: int) -> np.ndarray:
+    """The uniforms of ids 0..vocab-1: [R, vocab] float32. The coupled stream adds offset to base."""
     base = keys.base
     if stream is Stream.COUPLED:
         base, offset = base + offset, torch.zeros_like(offset)
-    column = lambda word: word.to(torch.int64)[:, None]  # noqa: E731
-    counter = torch.arange((vocab + 3) // 4, device=base.device)[None, :]
+    column = lambda word: word.cpu().numpy().astype(np.uint64)[:, None]  # noqa: E731
     lanes = philox_reference(
         column(keys.seed),
-        counter,
+        np.arange((vocab + 3) // 4, dtype=np.uint64)[None, :],
         column(base) & _WORD,
-        column(offset) | (int(stream) << 24),
-        torch.zeros_like(counter),
+        column(offset) | np.uint64(int(stream) << 24),
+        np.zeros((1, 1), np.uint64),
     )
-    return torch.stack(torch.broadcast_tensors(*lanes), dim=-1).flatten(1)[:, :vocab]
+    uniform = np.empty((*lanes[0].shape, 4), np.float32)
+    for lane, words in enumerate(lanes):
+        uniform[..., lane] = words
+    uniform += np.float32(0.5)
+    uniform *= np.float32(2.0**-32)
+    np.minimum(uniform, _BELOW_ONE, out=uniform)
+    return uniform.reshape(len(uniform), -1)[:, :vocab]
 
 
 def _as_offsets(keys: Keys, offset: torch.Tensor | int) -> torch.Tensor:
@@ -89,28 +107,37 @@ def _as_offsets(keys: Keys, offset: torch.Tensor | int) -> torch.Tensor:
 
 def uniform_reference(keys: Keys, offset: torch.Tensor | int, stream: Stream) -> torch.Tensor:
     """One uniform per row in (0, 1), from id 0: [R] float32. `offset`: an int or [R]."""
-    word = _words(keys, _as_offsets(keys, offset), stream, 1)[:, 0]
-    return ((word.to(torch.float32) + 0.5) * 2.0**-32).clamp(max=_BELOW_ONE)
+    uniform = _uniforms(keys, _as_offsets(keys, offset), stream, 1)[:, 0]
+    return torch.from_numpy(uniform).to(keys.base.device)
+
+
+def distinct_gumbel_reference(
+    keys: Keys, offset: torch.Tensor | int, stream: Stream, vocab: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Noise [D, vocab] float32 of the distinct keys, and which of them is each row's: [R] int64."""
+    triples = torch.stack((keys.seed, keys.base, _as_offsets(keys, offset)), dim=1)
+    distinct, row = torch.unique(triples, dim=0, return_inverse=True)
+    noise = torch.empty(len(distinct), vocab)
+    # Parts small enough for the cache: a large vocabulary goes row by row.
+    part_rows = max(1, _PART_WORDS // max(vocab, 1))
+    for part, out in zip(distinct.split(part_rows), noise.split(part_rows), strict=True):
+        seed, base, offsets = part.unbind(1)
+        uniform = torch.from_numpy(_uniforms(Keys(seed, base), offsets, stream, vocab))
+        torch.log(uniform.neg_().log1p_().neg_(), out=out).neg_()
+    return noise.to(row.device), row
 
 
 def gumbel_reference(
     keys: Keys, offset: torch.Tensor | int, stream: Stream, vocab: int
 ) -> torch.Tensor:
     """Gumbel noise of ids 0..vocab-1: [R, vocab] float32. Rows with equal keys are drawn once."""
-    offsets = _as_offsets(keys, offset)
-    distinct, row = torch.unique(
-        torch.stack((keys.seed, keys.base, offsets), dim=1), dim=0, return_inverse=True
-    )
-    seed, base, offsets = distinct.unbind(1)
-    words = _words(Keys(seed, base), offsets, stream, vocab)
-    uniform = words.to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=_BELOW_ONE)
-    noise = uniform.neg_().log1p_().neg_().log_().neg_()
+    noise, row = distinct_gumbel_reference(keys, offset, stream, vocab)
     return noise[row]
 
 
 @triton.jit
 def _log1p(x):
-    # Core Triton has no log1p and libdevice's fails in the interpreter; Kahan's correction is exact to 2 ulp.
+    # Core Triton has no log1p, libdevice's fails in the interpreter; Kahan's form is exact to 2 ulp.
     u = 1.0 + x
     d = u - 1.0
     return tl.where(d == 0.0, x, tl.log(u) * (x / tl.where(d == 0.0, 1.0, d)))
@@ -118,7 +145,9 @@ def _log1p(x):
 
 @triton.jit
 def _words_to_uniform(words):
-    return tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355224609375)
+    return tl.minimum(
+        (words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355224609375
+    )
 
 
 @triton.jit
@@ -145,7 +174,7 @@ def _uniform(seed, base, offset, STREAM: tl.constexpr):
 
 @triton.jit
 def _gumbel_block(seed, base, offset, first_id, STREAM: tl.constexpr, BLOCK: tl.constexpr):
-    """Noise of ids first_id .. first_id + BLOCK - 1; first_id a multiple of 4, BLOCK a power of two >= 4."""
+    """Noise of ids first_id .. + BLOCK - 1; first_id a multiple of 4, BLOCK a power of two >= 4."""
     c1, c2 = _philox_key(base, offset, STREAM)
     counter = (first_id // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     zero = counter * 0

@@ -1,6 +1,6 @@
 """Batched sampling of rows: plain, or with the F largest ids scaled by C ("downweight").
 
-    token = argmax over x of log q(x) + g(x),   g Gumbel noise keyed by (seed, base, offset, stream, x)
+    token = argmax over x of log q(x) + g(x),    g: Gumbel noise keyed by seed, base, offset, stream, x
 
 A sampled row is the argmax of log q + noise, so one pass over the row gives the token, its log q,
 the row's lse and the largest ids, which are also the candidates of outcome prediction.

@@ -149,7 +149,7 @@ def chi_square_p(counts: np.ndarray, law: np.ndarray) -> float:
 
 
 def follows(counts: np.ndarray, law: np.ndarray, alpha: float = ALPHA) -> bool:
-    """True if the histogram passes chi-square at alpha and lies within 3 noise floors of the law."""
+    """True if a histogram passes chi-square at alpha and lies within 3 noise floors of the law."""
     draws = int(np.asarray(counts).sum())
     near = total_variation(np.ravel(counts), np.ravel(law)) <= 3 * noise_floor(law, draws)
     return near and chi_square_p(counts, law) >= alpha
