@@ -1,79 +1,10 @@
-"""A row's distribution: its logits, as the model wrote them, and a few scalars.
-
-    z      = logits + bias                   invalid entries (NaN, +inf) count as -inf, see status
-    kept   : z > cutoff, or z == cutoff and id <= cutoff_id
-    scaled : z > scale_logit, or z == scale_logit and id <= scale_id         the F largest kept ids
-    log q  = z / T - lse + [scaled] log C        for kept ids, else -inf
-
-Filters apply in this order: temperature, top-k, top-p (smallest prefix of mass >= p), min-p
-(relative to the maximum), then C. Equal logits rank by id, the lowest first, so that exactly k ids
-are kept. Nothing of the vocabulary's size is ever written: whoever needs q reads the row again.
-
-Temperature 0 is greedy: one-hot on the argmax (cutoff = max, cutoff_id = argmax, log q = 0 there);
-filters do not matter, and lse is that of the unfiltered row at T = 1, which ranks the runners-up.
-A row without a finite logit is one-hot on id 0, by the same formula: cutoff = -inf, cutoff_id = 0.
-
-z / T - lse cancels at tiny temperatures (z = 30, T = 1e-5: half an ulp is 0.1). Whoever knows the
-log-probability of one id near the top passes its logit as `anchor` and lse = -log q(id): z - anchor
-is exact. row_stats gives (max, log_sum), a drawn token (its logit, -logq + [scaled] log C).
-
-Source: top-p Holtzman et al. 1904.09751; min-p Nguyen et al. 2407.01082; C is Definition 14 of
-"Speculative Speculative Decoding", 2603.03251.
-"""
+"""Row distributions in plain torch: the specification, and the path of CPU tensors."""
 
 from __future__ import annotations
 
-import enum
-from dataclasses import dataclass
-
 import torch
-import triton
-import triton.language as tl
 
-PAD = -1
-"""Stands for "no token" wherever ids are stored."""
-
-MIN_TEMPERATURE = 1e-30
-"""Positive temperatures below this act as this one, so that 1 / T stays finite."""
-
-
-class Status(enum.IntEnum):
-    """What a row of logits was; every row gets a legal id whatever it is."""
-
-    OK = 0
-    NAN = 1
-    """NaN or +inf somewhere: those entries were taken as -inf."""
-    EMPTY = 2
-    """No finite logit and no NaN: the row acts as one-hot on id 0."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Per row: temperature [R] float32 >= 0 (0 is greedy) and optional filters.
-
-    top_k [R] int32 (<= 0: off), top_p [R] float32 (>= 1: off), min_p [R] float32 (<= 0: off).
-    """
-
-    temperature: torch.Tensor
-    top_k: torch.Tensor | None = None
-    top_p: torch.Tensor | None = None
-    min_p: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class RowStats:
-    """Per row: max, lse, cutoff [R] float32, argmax, cutoff_id [R] int64, status [R] int32.
-
-    log_sum [R] float32 is lse relative to max (lse = max / T + log_sum), exact at any temperature.
-    """
-
-    max: torch.Tensor
-    lse: torch.Tensor
-    cutoff: torch.Tensor
-    argmax: torch.Tensor
-    cutoff_id: torch.Tensor
-    status: torch.Tensor
-    log_sum: torch.Tensor
+from .contract import MIN_TEMPERATURE, PAD, RowStats, Sampling, Status
 
 
 def _work_dtype(logits: torch.Tensor) -> torch.dtype:
@@ -122,7 +53,10 @@ def cutoff_reference(z: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor,
     if sampling.min_p is not None:
         p = sampling.min_p[:, None].to(z.dtype)
         on = p > 0.0
-        kept, active = kept & ((ranked >= top + temperature * p.log()) | ~on), active | on
+        kept, active = (
+            kept & ((ranked >= top + temperature * p.log().clamp(max=0.0)) | ~on),
+            active | on,
+        )
     last = (kept.sum(-1, keepdim=True) - 1).clamp(min=0)
     active = active[:, 0] & kept[:, 0]
     return (
@@ -207,41 +141,3 @@ def log_prob_reference(
         log_prob = torch.where(scaled, log_prob + column(downweight.to(z.dtype).log()), log_prob)
     one_hot = (column(temperature) <= 0) | (z == -torch.inf)
     return torch.where(kept, torch.where(one_hot, 0.0, log_prob), -torch.inf)
-
-
-@triton.jit
-def _load_logits(ptr, bias_ptr, mask, HAS_BIAS: tl.constexpr):
-    """z in float32; masked lanes are -inf. NaN and +inf pass: the caller counts and cleans them."""
-    z = tl.load(ptr, mask=mask, other=float("-inf")).to(tl.float32)
-    if HAS_BIAS:
-        z += tl.load(bias_ptr, mask=mask, other=0.0).to(tl.float32)
-    return z
-
-
-@triton.jit
-def _clean(z):
-    """NaN and +inf become -inf."""
-    return tl.where(z < float("inf"), z, float("-inf"))
-
-
-@triton.jit
-def _is_within(z, ids, bound, bound_id):
-    """True for ids that rank at or above the boundary (bound, bound_id)."""
-    return (z > bound) | ((z == bound) & (ids <= bound_id))
-
-
-@triton.jit
-def _row_log_prob(
-    z, ids, temperature, anchor, lse, cutoff, cutoff_id, scale_logit, scale_id, log_scale
-):
-    """log q of a tile of cleaned z (bias added), as log_prob_reference; lse is relative to anchor.
-
-    Scalars, or tensors that broadcast. Unfiltered: cutoff = -inf, cutoff_id = -1. Nothing scaled:
-    scale_logit = inf, scale_id = -1. log_scale = log C (-inf allowed).
-    """
-    kept = _is_within(z, ids, cutoff, cutoff_id)
-    reciprocal = 1.0 / tl.maximum(temperature, 1e-30)
-    log_prob = (z - anchor) * reciprocal - lse
-    log_prob += tl.where(_is_within(z, ids, scale_logit, scale_id), log_scale, 0.0)
-    one_hot = (temperature <= 0.0) | (z == float("-inf"))
-    return tl.where(kept, tl.where(one_hot, 0.0, log_prob), float("-inf"))

@@ -1,0 +1,483 @@
+"""Device helpers for rows of logits, and the kernel that finds where a filtered row is cut."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_NEG_INF = tl.constexpr(float("-inf"))
+_INF = tl.constexpr(float("inf"))
+_LOWEST = tl.constexpr(-3.4028234663852886e38)
+_MIN_TEMPERATURE = tl.constexpr(1e-30)
+_LAST_ID = tl.constexpr(0x7FFFFFFF)
+_ABSENT = tl.constexpr(-2139095041 * 2**32)  # the rank key of (-inf, _LAST_ID): below every id's
+_FIXED_POINT = tl.constexpr(float(2**40))  # masses are summed as integers: in any order the same
+_WORST = tl.constexpr(-(2**31))
+_BEST = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _clean(z):
+    """NaN and +inf become -inf."""
+    return tl.where(z < _INF, z, _NEG_INF)
+
+
+@triton.jit
+def _load_tile(row_ptr, bias_row_ptr, ids, vocab, MASKED: tl.constexpr):
+    """z = logits + bias of a tile in float32, -inf outside the row; not cleaned.
+
+    Full tiles are loaded without a mask: only then are aligned rows read 16 bytes at a time.
+    """
+    if MASKED:
+        z = tl.load(row_ptr + ids, mask=ids < vocab, other=_NEG_INF).to(tl.float32)
+        if bias_row_ptr is not None:
+            z += tl.load(bias_row_ptr + ids, mask=ids < vocab, other=0.0).to(tl.float32)
+    else:
+        z = tl.load(row_ptr + ids).to(tl.float32)
+        if bias_row_ptr is not None:
+            z += tl.load(bias_row_ptr + ids).to(tl.float32)
+    return z
+
+
+@triton.jit
+def _row_start(ptr, row, stride, ALIGNED: tl.constexpr):
+    """Start of a row. Strides of ALIGNED rows are given in units of 16 elements."""
+    offset = row.to(tl.int64) * stride
+    if ALIGNED:
+        offset *= 16
+    return ptr + offset
+
+
+@triton.jit
+def _reciprocal(temperature):
+    """1 / T, of the temperature that ranks: 1 for a greedy row."""
+    return 1.0 / tl.where(temperature > 0, tl.maximum(temperature, _MIN_TEMPERATURE), 1.0)
+
+
+@triton.jit
+def _finite_or_zero(x):
+    """An anchor to subtract: -inf - -inf would be NaN."""
+    return tl.where(x > _NEG_INF, x, 0.0)
+
+
+@triton.jit
+def _log(x):
+    """log x, -inf at 0 without asking the logarithm."""
+    return tl.where(x > 0, tl.log(tl.where(x > 0, x, 1.0)), _NEG_INF)
+
+
+@triton.jit
+def _is_within(z, ids, bound, bound_id):
+    """True for ids that rank at or above the boundary (bound, bound_id)."""
+    return (z > bound) | ((z == bound) & (ids <= bound_id))
+
+
+@triton.jit
+def _row_log_prob(
+    z, ids, temperature, anchor, lse, cutoff, cutoff_id, scale_logit, scale_id, log_scale
+):
+    """log q of a tile of cleaned z (bias added), as log_prob_reference; lse is relative to anchor.
+
+    Scalars, or tensors that broadcast. Unfiltered: cutoff = -inf, cutoff_id = -1. Nothing scaled:
+    scale_logit = inf, scale_id = -1. log_scale = log C (-inf allowed).
+    """
+    kept = _is_within(z, ids, cutoff, cutoff_id)
+    reciprocal = 1.0 / tl.maximum(temperature, _MIN_TEMPERATURE)
+    log_prob = (z - anchor) * reciprocal - lse
+    log_prob += tl.where(_is_within(z, ids, scale_logit, scale_id), log_scale, 0.0)
+    one_hot = (temperature <= 0.0) | (z == _NEG_INF)
+    return tl.where(kept, tl.where(one_hot, 0.0, log_prob), _NEG_INF)
+
+
+# -- ranks: order-preserving integers --------------------------------------------------------------
+
+
+@triton.jit
+def _order_bits(z):
+    """int32 in the order of float32; -0 equals 0."""
+    bits = (z + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & _LAST_ID)
+
+
+@triton.jit
+def _value_of_bits(order):
+    return (order ^ ((order >> 31) & _LAST_ID)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _rank_key(z, ids):
+    """int64, larger for a larger logit, then for a lower id; all keys of a row differ."""
+    return (_order_bits(z).to(tl.int64) << 32) | (_LAST_ID - ids).to(tl.int64)
+
+
+@triton.jit
+def _key_logit(key):
+    return _value_of_bits((key >> 32).to(tl.int32))
+
+
+@triton.jit
+def _key_id(key):
+    return _LAST_ID - (key & _LAST_ID).to(tl.int32)
+
+
+# -- the cut of a filtered row ---------------------------------------------------------------------
+#
+# A multiway search on the order of the logits. A pass over the row counts the ids of a bracket in
+# BINS bins and keeps the bin in which the k-th id lies: in 8 bits a pass the bracket is one value.
+# Top-p looks for a mass instead: the mass above the bracket and inside it are summed exactly, that
+# of a bin is known between its count times its lowest and its highest weight, which narrows the
+# bracket until it is one value. Both searches share the passes. The first one cuts the logits
+# around the first tile's maximum into steps of 1/4, the later ones their order bits.
+#
+# GRAIN is the number of order bits that are equal in all values of the dtype (16 for bfloat16);
+# `order` below is in units of it.
+
+
+@triton.jit
+def _value_of(order, GRAIN: tl.constexpr):
+    """The logit of an order, GRAIN low bits restored (of negatives they are ones)."""
+    if GRAIN > 0:
+        low = tl.where(order < 0, (1 << GRAIN) - 1, 0)
+        return _value_of_bits((order << GRAIN) | low)
+    else:
+        return _value_of_bits(order)
+
+
+@triton.jit
+def _weight(z, top, reciprocal):
+    """exp((z - max) / T) in fixed point."""
+    return (tl.exp((z - top) * reciprocal) * _FIXED_POINT + 0.5).to(tl.int64)
+
+
+@triton.jit
+def _weight_of(order, top, reciprocal, GRAIN: tl.constexpr):
+    """Weight of an order; 0 for those below -inf's, which are no numbers."""
+    z = _value_of(order, GRAIN)
+    return _weight(tl.where(z == z, z, _NEG_INF), top, reciprocal)
+
+
+@triton.jit
+def _bin_shift(low, high, LOG_BINS: tl.constexpr):
+    """The least s with (high - low) >> s < BINS."""
+    span = high.to(tl.int64) - low.to(tl.int64)
+    return tl.sum(((span >> (LOG_BINS + tl.arange(0, 32))) > 0).to(tl.int32), axis=0)
+
+
+@triton.jit
+def _bin_orders(low, high, shift, BINS: tl.constexpr):
+    """The lowest and the highest order of every bin; bins past the bracket are clipped to it."""
+    j = tl.arange(0, BINS).to(tl.int64)
+    start = high.to(tl.int64)
+    lows, highs = start - ((j + 1) << shift) + 1, start - (j << shift)
+    return tl.maximum(lows, low).to(tl.int32), tl.maximum(highs, low).to(tl.int32)
+
+
+@triton.jit
+def _at(values, i, SIZE: tl.constexpr):
+    """values[i] of a vector in registers, 0 where i is outside."""
+    return tl.sum(tl.where(tl.arange(0, SIZE) == i, values, 0), axis=0)
+
+
+@triton.jit
+def _first_tile(
+    top, hist, row_ptr, bias_row_ptr, start, vocab, zenith,
+    MASKED: tl.constexpr, BLOCK: tl.constexpr, LOG_BINS: tl.constexpr,
+):  # fmt: skip
+    """One more tile of the first pass: the maximum, and counts in steps of 1/4 below `zenith`."""
+    ids = start + tl.arange(0, BLOCK)
+    z = _clean(_load_tile(row_ptr, bias_row_ptr, ids, vocab, MASKED))
+    steps = tl.minimum(tl.maximum((zenith - z) * 4.0, 0.0), (1 << LOG_BINS) - 1.0)
+    hist += tl.histogram(steps.to(tl.int32), 1 << LOG_BINS, mask=ids < vocab)
+    return tl.maximum(top, tl.max(z, axis=0)), hist
+
+
+@triton.jit
+def _count_tile(
+    counts, masses, row_ptr, bias_row_ptr, start, vocab, bracket_k, bracket_p, top, reciprocal,
+    HAS_K: tl.constexpr, HAS_P: tl.constexpr, GRAIN: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK: tl.constexpr, LOG_BINS: tl.constexpr,
+):  # fmt: skip
+    """One more tile of a later pass.
+
+    counts = (bins of k, bins of p, ids above k's bracket); masses = (row, above k's bracket, above
+    p's, below p's).
+    """
+    hist_k, hist_p, above_k = counts
+    mass, mass_above_k, mass_above, mass_below = masses
+    low_k, high_k, shift_k = bracket_k
+    low_p, high_p, shift_p = bracket_p
+    ids = start + tl.arange(0, BLOCK)
+    z = _clean(_load_tile(row_ptr, bias_row_ptr, ids, vocab, MASKED))
+    order = _order_bits(z) >> GRAIN
+    valid = ids < vocab
+    weight = tl.zeros([BLOCK], tl.int64)
+    if HAS_P:
+        weight = _weight(z, top, reciprocal)
+        inside = valid & (order >= low_p) & (order <= high_p)
+        step = (high_p - order).to(tl.uint32) >> shift_p.to(tl.uint32)
+        hist_p += tl.histogram(tl.where(inside, step.to(tl.int32), 0), 1 << LOG_BINS, mask=inside)
+        mass += tl.sum(weight, axis=0)
+        mass_above += tl.sum(tl.where(order > high_p, weight, 0), axis=0)
+        mass_below += tl.sum(tl.where(order < low_p, weight, 0), axis=0)
+    if HAS_K:
+        inside = valid & (order >= low_k) & (order <= high_k)
+        step = (high_k - order).to(tl.uint32) >> shift_k.to(tl.uint32)
+        hist_k += tl.histogram(tl.where(inside, step.to(tl.int32), 0), 1 << LOG_BINS, mask=inside)
+        above = valid & (order > high_k)
+        above_k += tl.sum(above.to(tl.int32), axis=0)
+        if HAS_P:
+            mass_above_k += tl.sum(tl.where(above, weight, 0), axis=0)
+    return (hist_k, hist_p, above_k), (mass, mass_above_k, mass_above, mass_below)
+
+
+@triton.jit
+def _narrow_count(hist, above, k, lows, highs, BINS: tl.constexpr):
+    """The bracket (low, high) of the k-th id, its bin, how many of the bin are kept, and its size.
+
+    Where all of a bin is kept, the bracket is the empty one just below the bin.
+    """
+    total = above + tl.cumsum(hist, axis=0)
+    j = tl.minimum(tl.sum((total < k).to(tl.int32), axis=0), BINS - 1)
+    size = _at(hist, j, BINS)
+    need = k - (_at(total, j, BINS) - size)
+    low, high = _at(lows, j, BINS), _at(highs, j, BINS)
+    whole = need >= size
+    edge = tl.where(whole, low - 1, high)
+    return tl.where(whole, low - 1, low), edge, j, need, size, whole
+
+
+@triton.jit
+def _mass_of_k(hist, weights_low, weights_high, above, j, need, BINS: tl.constexpr):
+    """Bounds of the mass of the k ids kept, of which the last `need` lie in bin j."""
+    before = tl.where(tl.arange(0, BINS) < j, hist, 0).to(tl.int64)
+    counts = before + tl.where(tl.arange(0, BINS) == j, need, 0)
+    low, high = tl.sum(counts * weights_low, axis=0), tl.sum(counts * weights_high, axis=0)
+    return above + low, above + high
+
+
+@triton.jit
+def _part_of(mass, p):
+    """ceil(p mass), at least 1: the mass to be reached."""
+    return tl.maximum(tl.ceil(mass.to(tl.float64) * p.to(tl.float64)).to(tl.int64), 1)
+
+
+@triton.jit
+def _narrow_mass(
+    hist, weights_low, weights_high, above, inside_low, inside_high, goal_low, goal_high,
+    lows, highs, BINS: tl.constexpr,
+):  # fmt: skip
+    """The bracket of the id that reaches the goal, the size of it, and bounds of the mass above it.
+
+    Masses known only between bounds (goal, inside, a bin's) widen the bracket, never shift it.
+    """
+    count = hist.to(tl.int64)
+    mass_low, mass_high = count * weights_low, count * weights_high
+    to_low, to_high = tl.cumsum(mass_low, axis=0), tl.cumsum(mass_high, axis=0)
+    rest_low, rest_high = tl.sum(mass_low, axis=0) - to_low, tl.sum(mass_high, axis=0) - to_high
+    reached_low = above + tl.maximum(to_low, inside_low - rest_high)
+    reached_high = above + tl.minimum(to_high, inside_high - rest_low)
+    first = tl.minimum(tl.sum((reached_high < goal_low).to(tl.int32), axis=0), BINS - 1)
+    last = tl.minimum(tl.sum((reached_low < goal_high).to(tl.int32), axis=0), BINS - 1)
+    last = tl.maximum(first, last)
+    j = tl.arange(0, BINS)
+    size = tl.sum(tl.where((j >= first) & (j <= last), hist, 0), axis=0)
+    before_low = tl.where(first > 0, _at(reached_low, first - 1, BINS), above)
+    before_high = tl.where(first > 0, _at(reached_high, first - 1, BINS), above)
+    return _at(lows, last, BINS), _at(highs, first, BINS), size, before_low, before_high
+
+
+@triton.jit
+def _find_tie(row_ptr, bias_row_ptr, vocab, order, need, GRAIN: tl.constexpr, BLOCK: tl.constexpr):
+    """Id of the `need`-th id of this order; reads the row up to it."""
+    start, found = 0, -1
+    while (found < 0) & (start < vocab):
+        ids = start + tl.arange(0, BLOCK)
+        z = _clean(_load_tile(row_ptr, bias_row_ptr, ids, vocab, True))
+        tie = ((_order_bits(z) >> GRAIN) == order) & (ids < vocab)
+        nth = tl.cumsum(tie.to(tl.int32), axis=0)
+        found = tl.max(tl.where(tie & (nth == need), ids, -1), axis=0)
+        need -= tl.sum(tie.to(tl.int32), axis=0)
+        start += BLOCK
+    return found
+
+
+@triton.jit(
+    do_not_specialize=[
+        "vocab", "default_k", "num_rows", "stride_b", "stride_i", "bias_stride_b", "bias_stride_i",
+    ]
+)  # fmt: skip
+def _row_cutoff_kernel(
+    cutoff_ptr,  # out [B * L] float32, or at row_index
+    cutoff_id_ptr,  # out [B * L] int64, likewise
+    logits_ptr,  # [B, L, V], or [N, V] with row_index
+    row_index_ptr,  # [B, L] int64 | None
+    num_draft_ptr,  # [B] int32 | None: rows beyond are neither read nor written
+    bias_ptr,  # [B, L, V] | None
+    temperature_ptr,  # [B] float32
+    top_k_ptr,  # [B] int32 | None
+    top_p_ptr,  # [B] float32 | None
+    min_p_ptr,  # [B] float32 | None
+    vocab, default_k, num_rows, stride_b, stride_i, bias_stride_b, bias_stride_i,
+    HAS_K: tl.constexpr, ALIGNED: tl.constexpr, GRAIN: tl.constexpr, BLOCK: tl.constexpr,
+    LOG_BINS: tl.constexpr,
+):  # fmt: skip
+    """Grid (L, B): one row. Writes the last kept (logit, id); (-inf, -1) where no filter applies."""
+    i, b = tl.program_id(0), tl.program_id(1)
+    if num_draft_ptr is not None:
+        if i > tl.load(num_draft_ptr + b):
+            return
+    out = b.to(tl.int64) * num_rows + i
+    if row_index_ptr is not None:
+        out = tl.load(row_index_ptr + out)
+        row_ptr = _row_start(logits_ptr, out, stride_i, ALIGNED)
+    else:
+        row_ptr = _row_start(_row_start(logits_ptr, b, stride_b, ALIGNED), i, stride_i, ALIGNED)
+    bias_row_ptr = None
+    if bias_ptr is not None:
+        bias_row_ptr = _row_start(bias_ptr, b, bias_stride_b, ALIGNED)
+        bias_row_ptr = _row_start(bias_row_ptr, i, bias_stride_i, ALIGNED)
+    temperature = tl.load(temperature_ptr + b)
+    HAS_P: tl.constexpr = top_p_ptr is not None
+    k, p, min_p = default_k, tl.full([], 1.0, tl.float32), tl.full([], 0.0, tl.float32)
+    if top_k_ptr is not None:
+        k = tl.load(top_k_ptr + b)
+    if HAS_P:
+        p = tl.load(top_p_ptr + b)
+    if min_p_ptr is not None:
+        min_p = tl.load(min_p_ptr + b)
+    by_k, by_p = (k > 0) & (k < vocab), p < 1.0
+    cutoff, cutoff_id = float("-inf"), -1
+    if (temperature > 0) & (by_k | by_p | (min_p > 0)):
+        cutoff, cutoff_id = _find_cutoff(
+            row_ptr, bias_row_ptr, vocab, _reciprocal(temperature), k, p, by_k, by_p, min_p,
+            temperature, HAS_K, HAS_P, GRAIN, BLOCK, LOG_BINS,
+        )  # fmt: skip
+    tl.store(cutoff_ptr + out, cutoff)
+    tl.store(cutoff_id_ptr + out, cutoff_id)
+
+
+@triton.jit
+def _find_cutoff(
+    row_ptr, bias_row_ptr, vocab, reciprocal, k, p, by_k, by_p, min_p, temperature,
+    HAS_K: tl.constexpr, HAS_P: tl.constexpr, GRAIN: tl.constexpr, BLOCK: tl.constexpr,
+    LOG_BINS: tl.constexpr,
+):  # fmt: skip
+    """The last kept (logit, id) of a row under its filters."""
+    BINS: tl.constexpr = 1 << LOG_BINS
+    full = vocab // BLOCK * BLOCK
+    j = tl.arange(0, BINS)
+
+    # First pass: the maximum, and a histogram in steps of 1/4 from 16 above the first tile's.
+    near = tl.max(
+        _clean(_load_tile(row_ptr, bias_row_ptr, tl.arange(0, BLOCK), vocab, True)), axis=0
+    )
+    zenith = _finite_or_zero(near) + BINS // 16
+    top, hist = float("-inf"), tl.zeros([BINS], tl.int32)
+    for start in range(0, full, BLOCK):
+        top, hist = _first_tile(
+            top, hist, row_ptr, bias_row_ptr, start, vocab, zenith, False, BLOCK, LOG_BINS
+        )
+    if full < vocab:
+        top, hist = _first_tile(
+            top, hist, row_ptr, bias_row_ptr, full, vocab, zenith, True, BLOCK, LOG_BINS
+        )
+    top = tl.maximum(top, _LOWEST)
+    # The rounding of zenith - z may move a logit by less than `slack`.
+    slack = 0.03125 + tl.abs(zenith) * 1e-6
+    z_high = tl.where(j == 0, top, tl.minimum(zenith - j * 0.25 + slack, top))
+    z_low = tl.where(j == BINS - 1, _NEG_INF, tl.minimum(zenith - (j + 1) * 0.25 - slack, top))
+    weights_low, weights_high = _weight(z_low, top, reciprocal), _weight(z_high, top, reciprocal)
+    lows, highs = _order_bits(z_low) >> GRAIN, _order_bits(z_high) >> GRAIN
+    one = _weight(top, top, reciprocal)
+    zero = tl.full([], 0, tl.int32)
+    low_k, high_k, need_k, size_k = zero, zero, zero, zero
+    low_p, high_p, need_p, size_p = zero, zero, zero, zero
+    done_k, done_p = by_k == 0, by_p == 0
+    count = hist.to(tl.int64)
+    goal_low = tl.maximum(tl.sum(count * weights_low, axis=0), one)
+    goal_high = tl.sum(count * weights_high, axis=0)
+    inside_low, inside_high = goal_low, goal_high
+    if HAS_K:
+        if by_k:
+            total = tl.cumsum(hist, axis=0)
+            j_k = tl.sum((total < k).to(tl.int32), axis=0)
+            low_k, high_k = _at(lows, j_k, BINS), _at(highs, j_k, BINS)
+            need_k = k - (_at(total, j_k, BINS) - _at(hist, j_k, BINS))
+            goal_low, goal_high = _mass_of_k(
+                hist, weights_low, weights_high, one * 0, j_k, need_k, BINS
+            )
+            goal_low = tl.maximum(goal_low, one)
+    if HAS_P:
+        low_p, high_p, size_p, _, _ = _narrow_mass(
+            hist, weights_low, weights_high, one * 0, inside_low, inside_high,
+            _part_of(goal_low, p), _part_of(goal_high, p), lows, highs, BINS,
+        )  # fmt: skip
+
+    # Later passes: the brackets in order bits, until both are one value.
+    passes = 0
+    while ((done_k & done_p) == 0) & (passes < 16):
+        shift_k, shift_p = _bin_shift(low_k, high_k, LOG_BINS), _bin_shift(low_p, high_p, LOG_BINS)
+        bracket_k, bracket_p = (low_k, high_k, shift_k), (low_p, high_p, shift_p)
+        counts = (tl.zeros([BINS], tl.int32), tl.zeros([BINS], tl.int32), zero)
+        masses = (one * 0, one * 0, one * 0, one * 0)
+        for start in range(0, full, BLOCK):
+            counts, masses = _count_tile(
+                counts, masses, row_ptr, bias_row_ptr, start, vocab, bracket_k, bracket_p, top,
+                reciprocal, HAS_K, HAS_P, GRAIN, False, BLOCK, LOG_BINS,
+            )  # fmt: skip
+        if full < vocab:
+            counts, masses = _count_tile(
+                counts, masses, row_ptr, bias_row_ptr, full, vocab, bracket_k, bracket_p, top,
+                reciprocal, HAS_K, HAS_P, GRAIN, True, BLOCK, LOG_BINS,
+            )  # fmt: skip
+        hist_k, hist_p, above_k = counts
+        mass, mass_above_k, mass_above, mass_below = masses
+        goal_low, goal_high = mass, mass
+        if HAS_K:
+            if by_k:
+                lows, highs = _bin_orders(low_k, high_k, shift_k, BINS)
+                weights_low = _weight_of(lows, top, reciprocal, GRAIN)
+                weights_high = _weight_of(highs, top, reciprocal, GRAIN)
+                low_k, high_k, j_k, need_k, size_k, whole = _narrow_count(
+                    hist_k, above_k, k, lows, highs, BINS
+                )
+                if HAS_P:
+                    goal_low, goal_high = _mass_of_k(
+                        hist_k, weights_low, weights_high, mass_above_k, j_k, need_k, BINS
+                    )
+                need_k = tl.where(whole, 0, need_k)
+                done_k = low_k == high_k
+        if HAS_P:
+            if by_p:
+                lows, highs = _bin_orders(low_p, high_p, shift_p, BINS)
+                weights_low = _weight_of(lows, top, reciprocal, GRAIN)
+                weights_high = _weight_of(highs, top, reciprocal, GRAIN)
+                goal_low, goal_high = _part_of(goal_low, p), _part_of(goal_high, p)
+                inside = mass - mass_above - mass_below
+                low_p, high_p, size_p, before_low, before_high = _narrow_mass(
+                    hist_p, weights_low, weights_high, mass_above, inside, inside,
+                    goal_low, goal_high, lows, highs, BINS,
+                )  # fmt: skip
+                each = tl.maximum(_weight_of(high_p, top, reciprocal, GRAIN), 1)
+                least = tl.cdiv(tl.maximum(goal_low - before_high, 1), each)
+                most = tl.cdiv(tl.maximum(goal_high - before_low, 1), each)
+                need_p = tl.minimum(most, size_p).to(tl.int32)
+                alone = size_p <= 1
+                done_p = alone | ((low_p == high_p) & (tl.minimum(least, size_p) == need_p))
+                if alone:  # the one id of the bracket is the last one kept
+                    low_p, high_p, need_p, size_p = low_p - 1, low_p - 1, 0, 0
+        passes += 1
+
+    order, need, size = low_k, need_k, size_k
+    if HAS_P:
+        if by_p:
+            order, need, size = low_p, need_p, size_p
+    cutoff, cutoff_id = float("-inf"), _LAST_ID
+    if by_k | by_p:
+        whole = need <= 0
+        cutoff = _value_of(tl.where(whole, order + 1, order), GRAIN)
+        if (whole == 0) & (need < size) & (cutoff > _NEG_INF):
+            cutoff_id = _find_tie(row_ptr, bias_row_ptr, vocab, order, need, GRAIN, BLOCK)
+    floor = top + temperature * tl.minimum(_log(min_p), 0.0)
+    cutoff_id = tl.where(floor > cutoff, _LAST_ID, cutoff_id)
+    return tl.maximum(tl.maximum(cutoff, floor), _LOWEST), cutoff_id
