@@ -4,6 +4,8 @@
 rounds; `roofline` predicts times from parameter counts; `plan` searches K, branches and fallback.
 """
 
+from .search import Deployment, Plan, plan
+from .simulation import Simulation, simulate
 from .theory import (
     MissLaw,
     accept_lengths,
@@ -20,7 +22,10 @@ from .theory import (
 )
 
 __all__ = [
+    "Deployment",
     "MissLaw",
+    "Plan",
+    "Simulation",
     "accept_lengths",
     "acceptance_for",
     "crossover_batch",
@@ -28,7 +33,9 @@ __all__ = [
     "fan_out",
     "fast_rate",
     "hit_rate",
+    "plan",
     "sd_speed",
+    "simulate",
     "ssd_bound",
     "ssd_vs_sd",
     "theorem7",

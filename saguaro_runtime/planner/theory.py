@@ -1,11 +1,12 @@
-"""Closed forms: tokens per round, hit rate, fan-out, speed of AR, SD and SSD, and the crossover b*.
+"""Closed forms: tokens per round, hit rate, fan-out, the speed of SD and SSD, the crossover b*.
 
-Times are in units of T_V, one target forward, unless a name says seconds. Tokens per round count the
-extra token, so they lie in 1 .. K + 1.
+Times are in units of T_V, one target forward, unless a name says seconds. Tokens per round count
+the extra token, so they lie in 1 .. K + 1.
 
-    SD  vs AR = E / (1 + T_D)                                              Leviathan et al. 2211.17192
-    SSD vs AR = [p*E_hit + (1-p)*E_miss] / [p*max(1, T_p) + (1-p)*(1 + T_b)]       2603.03251, Thm 7
-    F_k ~ P(k)^(1 / (1 + r))  for a miss probability that falls as F^-r            2603.03251, Thm 12
+    SD  vs AR = E / (1 + T_D)                                            arXiv 2211.17192
+    SSD vs AR = [p*E_hit + (1-p)*E_miss] / [p*max(1, T_p) + (1-p)*(1 + T_b)]
+                                                                         arXiv 2603.03251, Theorem 7
+    F_k ~ P(k)^(1 / (1 + r))  for a miss probability that falls as F^-r  the same, Theorem 12
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def acceptance_for(tokens: float, k: int) -> float:
 
 @dataclass(frozen=True)
 class MissLaw:
-    """The probability that an extra token is not among F candidates: min(1, scale * F^-exponent)."""
+    """P(the extra token is not among F candidates) = min(1, scale * F^-exponent)."""
 
     scale: float
     exponent: float
@@ -122,7 +123,7 @@ def theorem7(
 
     Args:
         hit_rate: p, the share of rounds whose chain was prepared.
-        tokens_hit, tokens_miss: tokens per round that a prepared chain, or a fallback chain, yields.
+        tokens_hit, tokens_miss: tokens per round of a prepared chain, and of a fallback chain.
         draft_round: T_p, one pre-drafting round of all branches, in T_V.
         redraft: T_b, what a miss waits for its fallback, in T_V; 0 when it goes on at once.
         handoff: what every round adds, in T_V (transfers; 0 in the paper).

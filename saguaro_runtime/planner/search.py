@@ -1,0 +1,147 @@
+"""The search of `saguaro plan`: K, branches and fallback that Theorem 7 likes best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from saguaro_kernels.errors import ConfigError
+
+from .theory import (
+    MissLaw,
+    accept_lengths,
+    expected_tokens,
+    fan_out,
+    fast_rate,
+    hit_rate,
+    sd_speed,
+)
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What is known of a pair and its devices. `step_seconds(rows)` is one drafter forward."""
+
+    acceptance: float
+    miss: MissLaw
+    verify_seconds: float
+    step_seconds: Callable[[int], float]
+    batch: int = 1
+    drafters: int = 1
+    target_devices: int = 1
+    handoff_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.verify_seconds <= 0 or min(self.batch, self.drafters, self.target_devices) < 1:
+            raise ConfigError(
+                f"deployment: got verify_seconds={self.verify_seconds}, batch={self.batch}, "
+                f"drafters={self.drafters}, target_devices={self.target_devices}, want all positive"
+            )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One configuration and what is predicted of it; speeds are per row, times in T_V."""
+
+    k: int
+    branches: int
+    fan_out: tuple[int, ...]
+    fallback: str
+    redraft_tokens: int
+    hit_rate: float
+    draft_round: float
+    speed_vs_ar: float
+    speed_vs_sd: float
+    sd_speed_vs_ar: float
+    sd_k: int
+    tokens_per_second: float
+    per_device_vs_sd: float
+
+
+def interpolate(seconds_by_rows: Mapping[int, float]) -> Callable[[int], float]:
+    """Time by rows: log-log between the given points, flat below the first of them."""
+    points = [(math.log(rows), math.log(t)) for rows, t in sorted(seconds_by_rows.items())]
+
+    def seconds(rows: int) -> float:
+        if len(points) == 1:
+            return math.exp(points[0][1])
+        x = max(math.log(rows), points[0][0])
+        last = next((i for i in range(1, len(points)) if x <= points[i][0]), len(points) - 1)
+        (x0, y0), (x1, y1) = points[last - 1], points[last]
+        return math.exp(y0 + (y1 - y0) * (x - x0) / (x1 - x0))
+
+    return seconds
+
+
+def best_sd(deployment: Deployment, ks: Sequence[int]) -> tuple[float, int]:
+    """The fastest standard speculative decoding against AR, and its K (0 is AR itself)."""
+    step = deployment.step_seconds(deployment.batch) / deployment.verify_seconds
+    speeds = [(sd_speed(expected_tokens(deployment.acceptance, k), k * step), k) for k in ks]
+    return max([(1.0, 0), *speeds])
+
+
+def evaluate(
+    deployment: Deployment, k: int, branches: int, redraft_tokens: int
+) -> tuple[float, float, float, list[int]]:
+    """Speed vs AR, hit rate, T_p and fan-out of one configuration.
+
+    redraft_tokens = 0 is the fallback that goes on with K = 0 and waits for nothing. With several
+    drafters the branches are shared out, so that each runs branches / drafters rows.
+    """
+    batch, unit = deployment.batch, deployment.verify_seconds
+    lengths = accept_lengths(deployment.acceptance, k)
+    fans = fan_out(lengths, deployment.miss.exponent, branches)
+    p = hit_rate(lengths, fans, deployment.miss)
+    rows = -(-batch * branches // deployment.drafters)
+    draft_round = (k + 1) * deployment.step_seconds(rows) / unit
+    handoff = 2.0 * deployment.handoff_seconds / unit
+    hit_time = max(1.0, draft_round)
+    tokens_hit = expected_tokens(deployment.acceptance, k)
+    if redraft_tokens == 0:
+        p_fast = 1.0 - deployment.miss(branches)
+        rate = fast_rate(p, p_fast, tokens_hit, 1.0)
+        return rate / (hit_time + handoff), p, draft_round, fans
+    redraft = redraft_tokens * deployment.step_seconds(batch) / unit
+    tokens_miss = expected_tokens(deployment.acceptance, redraft_tokens)
+    # The batch waits when any of its rows misses; those that hit need their chains to be finished.
+    all_hit = p**batch
+    miss_time = (1.0 if batch == 1 else hit_time) + redraft
+    time = all_hit * hit_time + (1.0 - all_hit) * miss_time + handoff
+    return (p * tokens_hit + (1.0 - p) * tokens_miss) / time, p, draft_round, fans
+
+
+def plan(
+    deployment: Deployment,
+    *,
+    ks: Sequence[int] = tuple(range(1, 13)),
+    branches: Sequence[int] = (4, 8, 12, 16, 20, 24, 32, 48, 64),
+) -> Plan:
+    """The fastest of all `ks` x `branches` x fallbacks (K = 0, or redraft 1 .. K tokens)."""
+    sd, sd_k = best_sd(deployment, ks)
+    best: Plan | None = None
+    for k in ks:
+        for count in branches:
+            for redraft_tokens in range(k + 1):
+                speed, p, draft_round, fans = evaluate(deployment, k, count, redraft_tokens)
+                if best is not None and speed <= best.speed_vs_ar:
+                    continue
+                devices = deployment.target_devices + deployment.drafters
+                best = Plan(
+                    k=k,
+                    branches=count,
+                    fan_out=tuple(fans),
+                    fallback=f"redraft {redraft_tokens}" if redraft_tokens else "K = 0, no wait",
+                    redraft_tokens=redraft_tokens,
+                    hit_rate=p,
+                    draft_round=draft_round,
+                    speed_vs_ar=speed,
+                    speed_vs_sd=speed / sd,
+                    sd_speed_vs_ar=sd,
+                    sd_k=sd_k,
+                    tokens_per_second=speed * deployment.batch / deployment.verify_seconds,
+                    per_device_vs_sd=speed / sd * deployment.target_devices / devices,
+                )
+    if best is None:
+        raise ConfigError("ks, branches: got an empty range, want at least one of each")
+    return best
