@@ -171,7 +171,7 @@ def _render(deployment: Deployment, best: Plan) -> str:
             f"{d.batch} rows, acceptance {d.acceptance:g}, batch {d.batch}",
             f"use            {verdict}",
             f"K, branches    {best.k}, {best.branches} per request (by accepted length: {fans})",
-            f"fallback       {best.fallback} (K = 0 beats a full redraft from batch {crossover:.1f})",
+            f"fallback       {best.fallback} (K = 0 beats a redraft from batch {crossover:.1f})",
             f"hit rate       {best.hit_rate:.3f}",
             f"draft round    {best.draft_round:.2f} T_V",
             f"against AR     {best.speed_vs_ar:.2f} x (simulated {played.speed_vs_ar:.2f} x), "
