@@ -78,7 +78,7 @@ def build_lane(draft: Any, target: Built, config: EngineConfig) -> Lane | None:
         return InlineLane(Speculator(model, rows=rows, **options))
     head = draft.get_output_embeddings() if hasattr(draft, "get_output_embeddings") else None
     draft_vocab = draft.vocab_size if head is None else head.weight.shape[0]
-    return ProcessLane(
+    lane = ProcessLane(
         draft,
         vocab_size=min(draft_vocab, target.model.vocab_size),
         dtype=draft.dtype,
@@ -88,6 +88,8 @@ def build_lane(draft: Any, target: Built, config: EngineConfig) -> Lane | None:
         timeout_s=config.draft_timeout_s,
         speculator=options,
     )
+    lane.wait_ready()
+    return lane
 
 
 def share_cores(config: EngineConfig, lane: Lane | None) -> Callable[[], None]:

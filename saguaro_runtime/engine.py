@@ -164,10 +164,11 @@ class Engine:
     def _admit(self) -> None:
         """Let waiting requests in; the draft prefills while the target does."""
         admissions = self.scheduler.admit()
+        for new in admissions:
+            self.model.allocate(new.row, new.slots)
         if admissions and self.lane:
             self.lane.admit(admissions)
         for new in admissions:
-            self.model.allocate(new.row, new.slots)
             if len(new.prompt) > 1:
                 with self.timeline.span("prefill"):
                     self.model.prefill(new.row, torch.tensor(new.prompt[:-1]))

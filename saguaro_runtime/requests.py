@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from saguaro_kernels.errors import ConfigError
 
@@ -61,14 +61,27 @@ def _require(name: str, got: object, wanted: str, good: bool) -> None:
         raise ConfigError(f"{name}: got {got!r}, want {wanted}")
 
 
+class Round(NamedTuple):
+    """One round of a request: tokens committed before it, drafted for it, committed by it.
+
+    source: where its chain came from, "hit", "redraft" or "undrafted".
+    """
+
+    base: int
+    drafted: int
+    committed: int
+    source: str
+
+
 @dataclass(frozen=True)
 class Output:
-    """A finished request. `metrics`: what its rounds did, see metrics.RequestMetrics."""
+    """A finished request. `metrics`: sums over its rounds (metrics.Counts); `rounds`: each of them."""
 
     token_ids: list[int]
     text: str
     finish_reason: FinishReason
     metrics: dict[str, Any] = field(default_factory=dict)
+    rounds: list[Round] = field(default_factory=list)
 
 
 class TextStream:
@@ -133,8 +146,7 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     counts: Counts = field(default_factory=Counts)
-    rounds: list[tuple[int, int]] = field(default_factory=list)
-    """Per round: (tokens committed before it, tokens it committed)."""
+    rounds: list[Round] = field(default_factory=list)
 
     @property
     def length(self) -> int:
@@ -152,7 +164,6 @@ class Request:
 
     def commit(self, tokens: list[int]) -> None:
         """Take a round's tokens up to the first stop; what lies behind it is dropped."""
-        base, before = self.length, len(self.token_ids)
         for token in tokens:
             if self.remaining <= 0:
                 break
@@ -167,7 +178,6 @@ class Request:
                     break
         if self.finish_reason is None and self.remaining <= 0:
             self.finish_reason = "length"
-        self.rounds.append((base, len(self.token_ids) - before))
         if self.finish_reason is not None and self.stream is not None:
             self.stream.finish()
 
@@ -179,4 +189,6 @@ class Request:
         """What the request returned, so far if it has not finished."""
         text = self.stream.text if self.stream is not None else ""
         reason = self.finish_reason or "cancelled"
-        return Output(list(self.token_ids), text, reason, self.counts.summary())
+        return Output(
+            list(self.token_ids), text, reason, self.counts.summary(), list(self.rounds)
+        )

@@ -15,7 +15,7 @@ from .build import Built
 from .config import EngineConfig
 from .metrics import Counts
 from .policy import retry_length
-from .requests import Prompt, Request, SamplingParams, TextStream
+from .requests import Prompt, Request, Round, SamplingParams, TextStream
 from .round import Admission, RowTable, Turn
 
 _BROKEN = (Status.NAN, Status.EMPTY)
@@ -105,10 +105,12 @@ class Scheduler:
             else:
                 request.commit(tokens[index][: count + 1])
             source = "undrafted" if not drafted[index] else "hit" if found else "redraft"
+            committed = request.length - before
+            request.rounds.append(Round(before, drafted[index], committed, source))
             for counts in (self.counts, request.counts):
                 if self.config.fan_out and self._accepted[row] >= 0:
                     counts.add_lookup(self._accepted[row], bool(found))
-                counts.add_round(drafted[index], count, request.length - before, source)
+                counts.add_round(drafted[index], count, committed, source)
             self._accepted[row] = count
             if request.finish_reason is not None:
                 self._leave(request)

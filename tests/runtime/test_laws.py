@@ -1,0 +1,159 @@
+"""The engine's output has the target's exact law, for every lane; wrong variants are caught."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+
+import numpy as np
+import oracles
+import pytest
+import scripts
+import torch
+
+from saguaro_kernels import Keys, Stream
+from saguaro_kernels.rng import gumbel_reference
+from saguaro_runtime.round import Turn
+from saguaro_runtime.speculator import Speculator
+
+GOLDEN = oracles.load_golden()
+ROWS = 256
+
+
+def _engine(p: torch.Tensor, q: torch.Tensor, **options: object):
+    batch = {"max_batch": ROWS, "max_tokens": ROWS * 128}
+    return scripts.engine(scripts.model(p, ROWS), scripts.model(q, ROWS), **(batch | options))
+
+
+@pytest.mark.parametrize("ranking", ["probability", "noise"])
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("name", ["toy-2-of-3", "markov2-V4-K2", "zeros-and-equal-rows"])
+def test_first_tokens_follow_the_golden_law(name: str, rule: str, ranking: str) -> None:
+    case = GOLDEN[name]
+    p, q = (scripts.law_of_two(case[law], case["V"]) for law in "pq")
+    with _engine(p, q, k=case["K"], branches=2, rule=rule, ranking=ranking) as engine:
+        tokens = scripts.texts(engine, case["start"], 3000, case["L"])
+        assert engine.stats()["misses"] > 100
+    counts = scripts.joint(tokens, case["V"])
+    assert oracles.follows(counts, np.array(case["target_joint"]))
+
+
+def test_first_tokens_follow_the_golden_law_across_processes(no_leaks: None) -> None:
+    case = GOLDEN["markov2-V4-K2"]
+    p, q = (scripts.law_of_two(case[law], case["V"]) for law in "pq")
+    with _engine(p, q, k=case["K"], branches=2, lane="process") as engine:
+        tokens = scripts.texts(engine, case["start"], 3000, case["L"])
+        assert engine.stats()["hits"] > 100
+    counts = scripts.joint(tokens, case["V"])
+    assert oracles.follows(counts, np.array(case["target_joint"]))
+
+
+@pytest.mark.parametrize("fallback", ["batched_retry", "immediate_retry", "partial_accept"])
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_next_round_has_the_law_given_hit_and_given_miss(rule: str, fallback: str) -> None:
+    """Whether a round hit depends on its own tokens, never on the next round's."""
+    vocab = 4
+    p = scripts.random_law(vocab, seed=1)
+    q = scripts.random_law(vocab, seed=2, near=p)
+    options = {"rule": rule, "fallback": fallback, "ranking": "noise", "reproducible": False}
+    next_tokens: dict[tuple[int, int, str], Counter[int]] = defaultdict(Counter)
+    with _engine(p, q, k=3, branches=3, **options) as engine:
+        params = [scripts.sampled(seed, 40) for seed in range(400)]
+        for output in engine.generate([[0, 1]] * len(params), params):
+            text = [0, 1, *output.token_ids]
+            for its in output.rounds[1:]:
+                asked = "hit" if its.source == "hit" else "miss"
+                a, b, following = text[its.base - 2 : its.base + 1]
+                next_tokens[a, b, asked][following] += 1
+    sums = {"hit": 0, "miss": 0}
+    for (a, b, asked), found in next_tokens.items():
+        counts = np.array([found[token] for token in range(vocab)])
+        sums[asked] += counts.sum()
+        assert oracles.chi_square_p(counts, p[a * vocab + b].numpy()) > 1e-6, (a, b, asked)
+    assert min(sums.values()) > 500
+
+
+class _ExtraIsDraft(Speculator):
+    """Wrong: the tokens are drafted under the noise that will draw the extra token."""
+
+    stream = Stream.EXTRA
+
+
+class _LengthFromExtra(Speculator):
+    """Wrong: the chain is cut where the noise of the extra token says that it would be a good one."""
+
+    def next_chain(self, turn: Turn) -> torch.Tensor:
+        hit = super().next_chain(turn)
+        for row, base in zip(turn.rows.tolist(), turn.base.tolist(), strict=True):
+            keys = Keys(self.table.seed[[row]], torch.tensor([base]))
+            for length in range(int(self.chain.num_draft[row])):
+                noise = gumbel_reference(keys, length, Stream.EXTRA, self.vocab_size)
+                scores = self.chain.logits[row, length] + noise[0]
+                if int(scores.argmax()) != int(self.chain.logits[row, length].argmax()):
+                    self.chain.num_draft[row] = length
+                    break
+        return hit
+
+
+class _DropsUnlikely(Speculator):
+    """Wrong: a drafted token is dropped because of its own low probability."""
+
+    def next_chain(self, turn: Turn) -> torch.Tensor:
+        hit = super().next_chain(turn)
+        for row in turn.rows.tolist():
+            likely = self.chain.logq[row].exp() > 0.4
+            first = int((~likely).int().argmax()) if not bool(likely.all()) else len(likely)
+            self.chain.num_draft[row] = min(int(self.chain.num_draft[row]), first)
+        return hit
+
+
+CONTROLS = {
+    "extra=draft": _ExtraIsDraft,
+    "K from EXTRA": _LengthFromExtra,
+    "drop low-conf": _DropsUnlikely,
+}
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+@pytest.mark.parametrize("wrong", [True, False], ids=["wrong", "right"])
+def test_wrong_variants_are_caught(name: str, wrong: bool) -> None:
+    """On these models 10^4 draws tell the wrong variant from the right one at 1e-3."""
+    control = next(
+        its for its in oracles.load_controls() if its["control"] == name and its["rule"] == "token"
+    )
+    vocab, k = control["V"], control["K"]
+    p, q = (scripts.law_of_two(control[law], vocab) for law in "pq")
+    with _engine(p, q, k=k, branches=4) as engine:
+        if wrong:
+            drafter = engine.lane.speculator
+            drafter.__class__ = CONTROLS[name]
+            drafter.__dict__.pop("stream") if name == "extra=draft" else None
+        tokens = scripts.texts(engine, control["markov2_start"], 10_000 if wrong else 4_000, 1 + k)
+    # The first round has no draft; the law of the round after it is that of tokens 1..k given token 0.
+    law = _joint_law(p, control["markov2_start"], 1 + k)
+    caught = oracles.chi_square_p(scripts.joint(tokens, vocab), law) < 1e-3
+    assert caught == wrong
+
+
+def _joint_law(p: torch.Tensor, start: list[int], length: int) -> np.ndarray:
+    """The law of the first `length` tokens of plain decoding, most significant first."""
+    vocab, law = p.shape[1], {tuple(start): 1.0}
+    for _ in range(length):
+        law = {
+            (*text, token): weight * float(p[text[-2] * vocab + text[-1], token])
+            for text, weight in law.items()
+            for token in range(vocab)
+        }
+    return np.array([law[text] for text in sorted(law)])
+
+
+def test_greedy_rows_keep_the_target_text_whatever_the_draft() -> None:
+    p = scripts.random_law(6, seed=3)
+    outputs = {}
+    for method in ("ar", "ssd"):
+        with scripts.engine(
+            scripts.model(p), scripts.model(scripts.random_law(6, 4)), method=method
+        ) as e:
+            greedy = dataclasses.replace(scripts.sampled(0, 50), temperature=0.0)
+            outputs[method] = e.generate([[1, 2], [3, 4]], greedy)
+    assert [o.token_ids for o in outputs["ar"]] == [o.token_ids for o in outputs["ssd"]]
