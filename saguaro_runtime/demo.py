@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,9 +16,11 @@ from saguaro_kernels.errors import ConfigError
 
 from .cli import add_engine_options, add_sampling_options
 from .cli_generate import encode
+from .compare import Comparison, compare_texts
 from .config import EngineConfig
 from .demo_report import render, summarize
-from .requests import Output, SamplingParams
+from .engine import Engine
+from .requests import SamplingParams
 
 EXAMPLES = """\
   saguaro demo
@@ -33,8 +34,20 @@ WARM_UP_TOKENS = 8
 CHECKED_TOKENS = 32
 """Tokens per prompt in the check that the texts are equal; in float32, which takes longer."""
 
-OpenEngine = Callable[[EngineConfig], AbstractContextManager[Any]]
 Tick = Callable[[], object]
+Finding = tuple[str, float | None]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two loaded models and their tokenizer."""
+
+    target: Any
+    draft: Any
+    tokenizer: Any
+
+    def open(self, config: EngineConfig) -> Engine:
+        return Engine(self.target, self.draft, config, self.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -55,27 +68,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="of the timing")
     add("--no-check", action="store_true", help="do not check that the texts are equal")
     add("--json", action="store_true", help="print one JSON object instead of the table")
-    add_sampling_options(parser, max_new_tokens=64)
+    add_sampling_options(parser, max_new_tokens=48)
     add_engine_options(parser, k=2, branches=12)
 
 
 def run(args: argparse.Namespace) -> int:
-    pair = _pair(args)
+    paths = _paths(args)
     params = SamplingParams(args.max_new_tokens, args.temperature, seed=args.seed)
     variants = plan(args, cores=os.cpu_count() or 1)
     from .doctor import faster_dtype
 
     dtype = faster_dtype() if args.dtype == "auto" else args.dtype
     out = sys.stderr if args.json else sys.stdout
-    open_engine, tokenizer = _load(*pair, dtype)
-    prompts = read_prompts(tokenizer, args.prompt)
-    stream_answer(open_engine, variants[-1].config, prompts[0], params, out)
+    pair = load(*paths, dtype)
+    prompts = read_prompts(pair.tokenizer, args.prompt)
+    stream_answer(pair, variants[-1].config, prompts[0], params, out)
     rows = {}
     with _bar(len(variants) * len(prompts), "measuring") as bar:
         for variant in variants:
             bar.set_description(variant.label)
-            rows[variant.name] = measure(open_engine, variant.config, prompts, params, bar.update)
-    check = None if args.no_check else check_pair(pair, prompts, params, variants)
+            rows[variant.name] = measure(pair, variant.config, prompts, params, bar.update)
+    del pair
+    check = (
+        None if args.no_check else check_texts(load(*paths, "float32"), prompts, params, variants)
+    )
     report = summarize(rows, check, variants, params, dtype, len(prompts))
     print(json.dumps(report, indent=2) if args.json else render(report, variants))
     return 0
@@ -113,29 +129,25 @@ def read_prompts(tokenizer: Any, texts: Sequence[str] | None) -> list[list[int]]
 
 
 def stream_answer(
-    open_engine: OpenEngine,
-    config: EngineConfig,
-    prompt: list[int],
-    params: SamplingParams,
-    out: TextIO,
+    pair: Pair, config: EngineConfig, prompt: list[int], params: SamplingParams, out: TextIO
 ) -> None:
     """Print the answer to one prompt while it is written."""
-    with open_engine(config) as engine:
-        print(engine.tokenizer.decode(prompt, skip_special_tokens=True).rstrip(), file=out)
+    print(pair.tokenizer.decode(prompt, skip_special_tokens=True).rstrip(), file=out)
+    with pair.open(config) as engine:
         for piece in engine.stream(prompt, params):
             print(piece, end="", file=out, flush=True)
     print("\n", file=out, flush=True)
 
 
 def measure(
-    open_engine: OpenEngine,
+    pair: Pair,
     config: EngineConfig,
     prompts: Sequence[list[int]],
     params: SamplingParams,
-    tick: Tick = lambda: None,
-) -> dict[str, float]:
+    tick: Tick,
+) -> dict[str, Any]:
     """Decode the prompts one by one; the engine's numbers, with tokens/s by the wall clock."""
-    with open_engine(config) as engine:
+    with pair.open(config) as engine:
         # Start-up, first touches of memory and the draft's arrival are not what is compared.
         engine.generate(prompts[0], replace(params, max_new_tokens=WARM_UP_TOKENS))
         tokens = 0
@@ -144,47 +156,75 @@ def measure(
             tokens += len(engine.generate(prompt, params)[0].token_ids)
             tick()
         seconds = time.perf_counter() - start
-        return engine.stats() | {"tokens_per_s": tokens / seconds}
+        return {**engine.stats(), "tokens_per_s": tokens / seconds}
 
 
-def check_pair(
-    pair: tuple[str, str],
+def check_texts(
+    pair: Pair,
     prompts: Sequence[list[int]],
     params: SamplingParams,
     variants: Sequence[Variant],
-) -> tuple[str, float | None]:
-    """Whether the methods give the same texts, in float32 (see compare.py)."""
-    from .compare import compare_texts
+    compare: Callable[..., Comparison] = compare_texts,
+) -> Finding | None:
+    """Whether the methods give the same texts: the worst verdict of `compare_texts`, and its gap.
 
-    open_engine, _ = _load(*pair, "float32")
+    Plain decoding is the yardstick at temperature 0 and with the coupled rule. Otherwise its text
+    is another one of the same law, and SD is the yardstick. None: there is nothing to compare.
+    """
     params = replace(params, max_new_tokens=min(params.max_new_tokens, CHECKED_TOKENS))
-    methods = {
-        v.name: replace(v.config, reproducible=True) for v in variants if v.name == v.config.method
-    }
-    with _bar(len(methods) * len(prompts), "checking the texts") as bar:
-        outputs = {
-            name: generate_each(open_engine, config, prompts, params, bar.update)
-            for name, config in methods.items()
-        }
-    return compare_texts(outputs)
+    same_text = params.temperature == 0 or variants[0].config.rule == "coupled"
+    methods = ("ar", "sd", "ssd") if same_text else ("sd", "ssd")
+    configs = [
+        replace(variant.config, reproducible=True)
+        for variant in variants
+        if variant.name in methods
+    ]
+    if len(configs) < 2:
+        return None
+    worst: Finding = ("equal", None)
+    with _bar(len(configs) * len(prompts), "checking the texts") as bar:
+        runs = [_requests(pair, config, prompts, params, bar.update) for config in configs]
+    for other in runs[1:]:
+        for prompt, first, second in zip(prompts, runs[0], other, strict=True):
+            found = compare(
+                first.token_ids,
+                second.token_ids,
+                prompt,
+                params,
+                target=pair.target,
+                draft=pair.draft,
+                config=configs[0],
+                rounds=first.rounds,
+            )
+            worst = max(worst, (found.verdict, found.gap), key=_severity)
+    return worst
 
 
-def generate_each(
-    open_engine: OpenEngine,
+def _severity(found: Finding) -> tuple[int, float]:
+    verdict, gap = found
+    return ("equal", "near_tie", "different").index(verdict), gap or 0.0
+
+
+def _requests(
+    pair: Pair,
     config: EngineConfig,
     prompts: Sequence[list[int]],
     params: SamplingParams,
     tick: Tick,
-) -> list[Output]:
-    outputs = []
-    with open_engine(config) as engine:
+) -> list[Any]:
+    """The finished requests: beside the tokens they know their rounds."""
+    requests = []
+    with pair.open(config) as engine:
         for prompt in prompts:
-            outputs += engine.generate(prompt, params)
+            request = engine.add(prompt, params)
+            while request.finish_reason is None:
+                engine.step()
+            requests.append(request)
             tick()
-    return outputs
+    return requests
 
 
-def _pair(args: argparse.Namespace) -> tuple[str, str]:
+def _paths(args: argparse.Namespace) -> tuple[str, str]:
     if (args.target is None) != (args.draft is None):
         raise ConfigError("--target and --draft: got one of the two, want both or neither")
     if args.target:
@@ -194,14 +234,15 @@ def _pair(args: argparse.Namespace) -> tuple[str, str]:
     return load_pair()
 
 
-def _load(target_path: str, draft_path: str, dtype: str) -> tuple[OpenEngine, Any]:
-    """Load a pair once; the engines opened on it share its weights."""
+def load(target_path: str, draft_path: str, dtype: str) -> Pair:
+    """Load the models once; the engines opened on them share their weights."""
     import torch
     from transformers import AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
-    from . import Engine
     from .models.transformers import load_draft, load_model
 
+    disable_progress_bar()  # transformers' own; ours covers the whole load
     with _bar(3, f"loading ({dtype})") as bar:
         tokenizer = AutoTokenizer.from_pretrained(target_path)
         bar.update()
@@ -209,17 +250,12 @@ def _load(target_path: str, draft_path: str, dtype: str) -> tuple[OpenEngine, An
         bar.update()
         draft = load_draft(draft_path, target, getattr(torch, dtype))
         bar.update()
-    return lambda config: Engine(target, draft, config, tokenizer), tokenizer
+    return Pair(target, draft, tokenizer)
 
 
 def _bar(total: int, what: str) -> Any:
     """A progress bar on stderr where that is a terminal, else nothing."""
     from tqdm import tqdm
 
-    return tqdm(
-        total=total,
-        desc=what,
-        leave=False,
-        disable=None,
-        bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt}",
-    )
+    shape = "{l_bar}{bar}| {n_fmt}/{total_fmt}"
+    return tqdm(total=total, desc=what, leave=False, disable=None, bar_format=shape)

@@ -72,11 +72,14 @@ def implementation(kind: str) -> str:
     return f"{name}, interpreted (TRITON_INTERPRET=1)" if INTERPRETED else name
 
 
-def faster_dtype(rows: int = 5, repeats: int = 7) -> str:
+def faster_dtype(rows: int = 5, repeats: int = 15) -> str:
     """The dtype in which this processor multiplies a few rows sooner: "bfloat16" or "float32".
 
-    Measured on a matrix larger than the second-level cache, as a model's weights are.
+    Measured (30 ms) on a matrix larger than the second-level cache, as a model's weights are, and
+    on one thread, so that other work on the machine does not decide it.
     """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     best = {}
     for name in ("bfloat16", "float32"):
         dtype = getattr(torch, name)
@@ -87,6 +90,7 @@ def faster_dtype(rows: int = 5, repeats: int = 7) -> str:
             torch.nn.functional.linear(x, weight)
             times.append(time.perf_counter() - start)
         best[name] = min(times)
+    torch.set_num_threads(threads)
     return min(best, key=lambda name: best[name])
 
 
