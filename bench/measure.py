@@ -1,0 +1,146 @@
+"""Runs a case: its traffic without a GPU, its times with one."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import report, timing
+from .registry import Case, Shape, shape_id
+from .report import BANDWIDTHS, Result
+from .traffic import Meter
+
+ROOT = Path(__file__).resolve().parents[1]
+L2_BYTES = 256 << 20
+"""Rotated inputs exceed this, so that no replay finds its rows in a cache."""
+
+
+@functools.cache
+def gate(node: str) -> str:
+    """Run the gating test, once: "" when it passed, else why it counts as red."""
+    path = ROOT / node.partition("::")[0]
+    if not path.exists():
+        return f"no {node} here: the tests are in the repository"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", node]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if result.returncode == 0:
+        return ""
+    last = (result.stdout.strip().splitlines() or ["pytest said nothing"])[-1]
+    return f"{node} is red: {last}"
+
+
+def measure_traffic(
+    case: Case, shape: Shape, dtype: torch.dtype, machine: str, providers: Sequence[str]
+) -> list[Result]:
+    """Count what each provider launches, reads, writes and waits for. Nothing is timed."""
+    inputs = case.inputs(shape, dtype, "cpu")
+    bound = int(case.bound(shape, dtype.itemsize))
+    results = []
+    for name in providers:
+        row: dict[str, Any] = {
+            "case": case.name,
+            "provider": name,
+            "shape": shape_id(shape),
+            "dtype": str(dtype).removeprefix("torch."),
+            "bound_bytes": bound,
+        }
+        try:
+            with Meter() as meter:
+                case.providers[name](inputs)
+        except Exception as error:  # noqa: BLE001  one broken provider must not end the table
+            results.append(Result(**row, note=f"{name} failed: {type(error).__name__}: {error}"))
+            continue
+        ran = any(event.kind == "triton" for event in meter.events)
+        ratio = meter.bytes_moved / bound
+        filtered = "top_k" in shape or "top_p" in shape
+        within = meter.launches <= case.launches + filtered and meter.syncs == 0
+        results.append(
+            Result(
+                **row,
+                launches=meter.launches,
+                bytes_read=meter.bytes_read,
+                bytes_written=meter.bytes_written,
+                syncs=meter.syncs,
+                wide_writes=len(meter.wide_writes(shape["V"])) if "V" in shape else None,
+                ratio=ratio,
+                predicted_us=meter.bytes_moved / BANDWIDTHS[machine] * 1e6,
+                # The byte bar is for rows without filters: those re-read the row, and say so.
+                meets_bound=within and (filtered or ratio <= case.limit)
+                if name == "ours"
+                else None,
+                note="no Triton kernel ran" if name == "ours" and not ran else "",
+            )
+        )
+    return results
+
+
+def measure_times(
+    case: Case, shape: Shape, dtype: torch.dtype, providers: Sequence[str], roof: float
+) -> list[Result]:
+    """Time each provider on the GPU, and count its launches."""
+    bound = int(case.bound(shape, dtype.itemsize))
+    copies = max(2, min(16, L2_BYTES // max(bound, 1) + 1))
+    inputs = [case.inputs(shape, dtype, "cuda") for _ in range(copies)]
+    row: dict[str, Any] = {
+        "case": case.name,
+        "shape": shape_id(shape),
+        "dtype": str(dtype).removeprefix("torch."),
+        "bound_bytes": bound,
+    }
+    results, runs = [], {}
+    for name in providers:
+        provider = case.providers[name]
+        try:
+            provider(inputs[0])
+            torch.cuda.synchronize()
+            runs[name] = [functools.partial(provider, x) for x in inputs]
+        except Exception as error:  # noqa: BLE001  one broken provider must not end the table
+            note = f"{name} failed: {type(error).__name__}: {error}"[:300]
+            results.append(Result(provider=name, **row, note=note))
+    for name, samples in timing.time_us(runs).items():
+        median = timing.percentile(samples, 0.5)
+        rate = bound / (median * 1e-6)
+        results.append(
+            Result(
+                provider=name,
+                **row,
+                launches=timing.kernels_launched(runs[name][0]),
+                p20_us=timing.percentile(samples, 0.2),
+                p50_us=median,
+                p80_us=timing.percentile(samples, 0.8),
+                gb_per_s=rate / 1e9,
+                percent_of_roof=100 * rate / roof,
+            )
+        )
+    return results
+
+
+def with_compiled(case: Case) -> dict[str, Any]:
+    """The providers, and torch.compile of the torch one (GPU only)."""
+    providers = dict(case.providers)
+    if "torch" in providers:
+        providers["torch.compile"] = torch.compile(providers["torch"])
+    return providers
+
+
+def against(base: str, arguments: Sequence[str]) -> list[Result]:
+    """The same measurement at another commit, in a working tree of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree, out = Path(folder, "tree"), Path(folder, "base.json")
+        git = ["git", "-C", str(ROOT), "worktree"]
+        subprocess.run([*git, "add", "--detach", str(tree), base], check=True, capture_output=True)
+        try:
+            command = [sys.executable, "-m", "bench", *arguments, "--no-gate", "--json", str(out)]
+            environment = os.environ | {"PYTHONPATH": str(tree)}
+            subprocess.run(command, cwd=tree, env=environment, check=False, capture_output=True)
+            return report.read_json(out) if out.exists() else []
+        finally:
+            subprocess.run([*git, "remove", "--force", str(tree)], check=False, capture_output=True)

@@ -1,0 +1,190 @@
+"""Result rows, and their tables, CSV, JSON and plots."""
+
+from __future__ import annotations
+
+import csv
+import json
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+BANDWIDTHS = {"H100 SXM": 3.35e12, "H200": 4.8e12, "A100 80GB": 2.04e12, "MI300X": 5.3e12}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One provider on one shape. Times are None without a GPU; predicted_us is no measurement."""
+
+    case: str
+    provider: str
+    shape: str
+    dtype: str
+    bound_bytes: int
+    launches: int | None = None
+    bytes_read: int | None = None
+    bytes_written: int | None = None
+    syncs: int | None = None
+    wide_writes: int | None = None
+    ratio: float | None = None
+    predicted_us: float | None = None
+    p20_us: float | None = None
+    p50_us: float | None = None
+    p80_us: float | None = None
+    gb_per_s: float | None = None
+    percent_of_roof: float | None = None
+    meets_bound: bool | None = None
+    note: str = ""
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    if isinstance(value, float):
+        return f"{value:.2f}" if value < 100 else f"{value:.0f}"
+    return str(value)
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Columns aligned, the first three to the left."""
+    cells = [list(headers)] + [[_cell(value) for value in row] for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(headers))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i < 3 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    )
+
+
+def traffic_table(results: Sequence[Result], machine: str) -> str:
+    """What a run without a GPU prints."""
+    headers = ("case", "provider", "shape", "launches", "syncs", "MB read", "MB written")
+    headers += ("MB bound", "ratio", "within bound", "predicted us")
+    rows = []
+    for r in results:
+        mb = [None if b is None else b / 1e6 for b in (r.bytes_read, r.bytes_written)]
+        rows.append(
+            (r.case, r.provider, r.shape, r.launches, r.syncs, *mb, r.bound_bytes / 1e6, r.ratio)
+            + (r.meets_bound, r.predicted_us)
+        )
+    notes = sorted({f"{r.case}: {r.note}" for r in results if r.note})
+    footer = (
+        "Bytes are requested bytes. 'predicted us' = bytes moved / "
+        f"{BANDWIDTHS[machine] / 1e12:g} TB/s ({machine}): a prediction, nothing was timed."
+    )
+    return "\n".join([table(headers, rows), *notes, footer])
+
+
+def time_table(results: Sequence[Result], roof: float, floor_us: float) -> str:
+    """What a run on a GPU prints."""
+    headers = ("case", "provider", "shape", "p20 us", "p50 us", "p80 us", "GB/s", "% of roof")
+    headers += ("launches",)
+    rows = [
+        (r.case, r.provider, r.shape, r.p20_us, r.p50_us, r.p80_us, r.gb_per_s)
+        + (r.percent_of_roof, r.launches)
+        for r in results
+    ]
+    notes = sorted({f"{r.case}: {r.note}" for r in results if r.note})
+    footer = (
+        "Graph replays, rotated inputs, interleaved providers. GB/s counts the bound's bytes. "
+        f"Measured roof {roof / 1e9:.0f} GB/s (copy); an empty launch takes {floor_us:.1f} us."
+    )
+    return "\n".join([table(headers, rows), *notes, footer])
+
+
+def peers() -> dict[str, Any]:
+    """The peers' traffic, counted on their own code; see the file's note."""
+    return json.loads((HERE / "peers.json").read_text())
+
+
+def peer_table(results: Sequence[Result]) -> str:
+    """Ours beside the peers: verification at B = 1, K = 7, V = 128256, bf16."""
+    data = peers()
+    rows = []
+    for r in results:
+        rule = r.case.partition(".")[2].partition("-")[0]
+        if not r.case.startswith("verify.") or r.provider != "ours" or r.bytes_read is None:
+            continue
+        if not r.shape.startswith("B1-K7-V128256"):
+            continue
+        moved = (r.bytes_read + r.bytes_written) / 1e6
+        ratio = moved / data["bound_mb"][rule] if rule in data["bound_mb"] else r.ratio
+        label = f"saguaro, {r.shape.partition('V128256-')[2]}"
+        row = (r.launches, r.syncs, r.bytes_read / 1e6, r.bytes_written / 1e6, ratio)
+        rows.append((rule, label, "counted now", *row))
+    for peer in data["verify"]:
+        row = (peer["launches"], peer["syncs"], peer["read_mb"], peer["written_mb"], peer["ratio"])
+        rows.append((peer["rule"], peer["peer"], "published", *row))
+    order = ["token", "block", "greedy", "coupled"]
+    rows.sort(key=lambda row: (order.index(row[0]), row[7]))
+    headers = ("rule", "implementation", "source", "launches", "syncs", "MB read", "MB written")
+    return table((*headers, "ratio to bound"), rows)
+
+
+def machine() -> dict[str, str]:
+    """Where and with what the numbers were taken."""
+    found = {"date": date.today().isoformat(), "python": platform.python_version()}
+    for package in ("torch", "triton", "transformers"):
+        found[package] = version(package)
+    import torch
+
+    found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    found["cpu"] = platform.processor() or platform.machine()
+    git = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
+    )
+    found["commit"] = git.stdout.strip() or "unknown"
+    return found
+
+
+def write_json(path: Path, results: Sequence[Result]) -> None:
+    """The rows, with the machine, the versions and the commit."""
+    data = {"machine": machine(), "results": [asdict(r) for r in results]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def read_json(path: Path) -> list[Result]:
+    """The rows of a file of `write_json`."""
+    return [Result(**row) for row in json.loads(path.read_text())["results"]]
+
+
+def write_csv(path: Path, results: Sequence[Result]) -> None:
+    """One line per row, with a header."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [f.name for f in fields(Result)])
+        writer.writeheader()
+        writer.writerows(asdict(r) for r in results)
+
+
+def plot(path: Path, results: Sequence[Result]) -> None:
+    """Bars by case and shape: microseconds where measured, else the ratio to the bound. A PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    timed = any(r.p50_us is not None for r in results)
+    values = [(r.p50_us if timed else r.ratio) for r in results]
+    kept = [(r, v) for r, v in zip(results, values, strict=True) if v is not None]
+    figure, axis = pyplot.subplots(figsize=(9, 0.6 + 0.28 * len(kept)), constrained_layout=True)
+    colours = {p: f"C{i}" for i, p in enumerate(dict.fromkeys(r.provider for r, _ in kept))}
+    labels = [f"{r.case} {r.shape} {r.provider}" for r, _ in kept]
+    axis.barh(labels, [v for _, v in kept], color=[colours[r.provider] for r, _ in kept])
+    axis.invert_yaxis()
+    axis.tick_params(axis="y", labelsize=7)
+    axis.set_xlabel("p50, microseconds" if timed else "bytes moved / lower bound")
+    if not timed:
+        axis.axvline(1.0, color="black", linewidth=0.8)
+    axis.set_xscale("log")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
