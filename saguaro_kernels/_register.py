@@ -17,7 +17,10 @@ import torch
 
 from . import distribution
 from .distribution import RowStats, Sampling
+from .promotion import _promote_branch
+from .tree import _chain_layout, _tree_layout
 from .tree_attention import _tree_attention
+from .verification import _verify
 
 _LIBRARY = torch.library.Library("saguaro", "DEF")
 
@@ -63,4 +66,35 @@ _register(
     "Tensor trunk_len, Tensor depth, Tensor? device_step, int draft_len, int step, float scale, "
     "float softcap, int window, str impl, Tensor(a!) out, Tensor(b!)? workspace) -> ()",
     _tree_attention,
+)
+
+_register(
+    "tree_layout(Tensor depth, Tensor tokens, Tensor trunk_len, Tensor? page_table, int draft_len, "
+    "int page_size, str impl, Tensor(a!) ids, Tensor(b!) positions, Tensor(c!) slots, "
+    "Tensor(d!) physical) -> ()",
+    _tree_layout,
+)
+
+_register(
+    "chain_layout(Tensor tokens, Tensor count, Tensor trunk_len, Tensor? page_table, "
+    "int page_size, str impl, Tensor(a!) ids, Tensor(b!) positions, Tensor(c!) slots, "
+    "Tensor(d!) physical, Tensor(e!) depth) -> ()",
+    _chain_layout,
+)
+
+_register(
+    "promote_branch(Tensor(a!) kv_pages, Tensor page_table, Tensor trunk_len, Tensor depth, "
+    "Tensor branch, int draft_len, int branches, str impl) -> ()",
+    _promote_branch,
+)
+
+_register(
+    "verify(Tensor target_logits, Tensor tokens, Tensor num_draft, Tensor? draft_logits, "
+    "Tensor? logq, Tensor? draft_cutoff, Tensor? draft_cutoff_id, Tensor? scale_logit, "
+    "Tensor? scale_id, Tensor? downweight, Tensor? one_hot, Tensor? draft_bias, "
+    "Tensor? vocab_map, Tensor? draft_temperature, Tensor temperature, Tensor? top_k, "
+    "Tensor? top_p, Tensor? min_p, Tensor seed, Tensor base, Tensor? bias, Tensor? row_index, "
+    "str rule, str impl, Tensor(a!) num_accepted, Tensor(b!) output, Tensor(c!) status, "
+    "Tensor(d!) workspace) -> ()",
+    _verify,
 )

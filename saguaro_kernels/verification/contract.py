@@ -1,49 +1,46 @@
-"""What a verification takes and returns: `Draft`, `Verdict`, and the status codes."""
+"""What a verification takes and returns: `Draft`, `Verdict`, and the names of the rules."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from ..distribution import Sampling
-
-PAD = -1
-"""Fills `Draft.tokens` beyond num_draft and `Verdict.tokens` beyond the extra token."""
-
-OK, NAN, EMPTY, DRAFT_NAN = 0, 1, 2, 3
-"""Verdict.status, the highest that applies: OK; NAN: a target row held NaN or +inf; EMPTY: a target
-row had no finite logit; DRAFT_NAN: a draft row was unusable. In each case the token ids are legal.
-After DRAFT_NAN the law is still the target's (the token was judged as a one-hot draft); after NAN or
-EMPTY there was no law to follow: the engine should end or repeat the request."""
+from ..distribution import Sampling
 
 RULES = ("token", "block", "coupled")
 """Names of the rules; "hsd" is an alias of "block"."""
+
+DRAFT_NAN = 3
+"""Verdict.status beside those of `Status`: a draft row was unusable, see `Verdict`."""
+
+MASS_FLOOR = 2.0**-18
+"""A residual of less mass is the rounding of p == q; the extra token is then drawn from p."""
 
 
 @dataclass(frozen=True)
 class Draft:
     """Proposed tokens of B requests and the distributions they were drawn from.
 
-    The distribution of a row is its logits as the draft model wrote them and a few scalars:
-    log q(x) = (logits[x] - logits[d]) / T + logq, + log C if x is scaled, - log C if d is, for kept x.
-    An id is kept iff z > cutoff, or z = cutoff and id <= cutoff_id; scaled likewise by scale_*.
+    The distribution of a row is its logits, as the draft model wrote them, and a few scalars; see
+    `saguaro_kernels.distribution`. The fields are those that `saguaro_sample` returns:
+
+        log q(x) = (z[x] - z[d]) / T + log q(d), + log C if x is scaled, - log C if d is; x kept
 
     Fields:
-        tokens: [B, K] int64, PAD beyond num_draft. K may be 0. Ids of the target's vocabulary.
+        tokens: [B, K] int64 ids of the target's vocabulary, PAD beyond num_draft. K may be 0.
         num_draft: [B] int32 in 0..K.
-        logits: [B, K, V_draft] float, or None when every row is one-hot (n-gram, argmax, replay).
+        logits: [B, K, V_draft], or None when every row is one-hot (n-gram, argmax, replay).
+            Ids at and beyond V_draft have q = 0.
         logq: [B, K] float32, log q of each token; needed with `logits`.
-        lse: [B, K] float32, log-normaliser; carried for its users, verification needs `logq` only.
-        cutoff, cutoff_id: [B, K] float32 and int64, or None when the draft rows are not filtered.
-        scale_logit, scale_id: [B, K] float32 and int64, with `downweight`.
-        downweight: [B] float32, C of the scaled ids, or None.
-        one_hot: [B] bool, requests whose tokens are deterministic proposals, or None.
-        sampling: the draft's sampling, temperature [B]; a row of temperature 0 is one-hot.
-        vocab_map: [V] int32, the draft's id of each target id, -1 where it has none, or None when the
-            ids agree. Ids beyond V_draft, and those without a draft id, have q = 0.
+        lse: [B, K] float32; carried along, a verification needs only `logq`.
+        cutoff, cutoff_id: [B, K] float32 and int64; None when the draft is not filtered.
+        scale_logit, scale_id, downweight: [B, K] float32, [B, K] int64, [B] float32; None at C = 1.
+        one_hot: [B] bool, requests whose tokens are deterministic proposals; None for none.
+        sampling: temperature [B]; needed with `logits`. A row of temperature 0 is one-hot.
+        bias: [B, K, V_draft] float32 that was added to `logits` before sampling, or None.
+        vocab_map: [V] int32, the draft's id of each target id, -1 (q = 0) where it has none; None
+            when the ids are the same.
     """
 
     tokens: torch.Tensor
@@ -58,12 +55,29 @@ class Draft:
     downweight: torch.Tensor | None = None
     one_hot: torch.Tensor | None = None
     sampling: Sampling | None = None
+    bias: torch.Tensor | None = None
     vocab_map: torch.Tensor | None = None
+
+
+DRAFT_TENSORS = (
+    "tokens", "num_draft", "logits", "logq", "cutoff", "cutoff_id", "scale_logit", "scale_id",
+    "downweight", "one_hot", "bias", "vocab_map",
+)  # fmt: skip
+"""The fields of a Draft in the order of the registered op, which then takes its temperature."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """num_accepted [B] int32 = k; tokens [B, K+1] int64: k accepted, the extra token, PAD; status [B]."""
+    """The outcome of each request.
+
+    Fields:
+        num_accepted: [B] int32, k.
+        tokens: [B, K+1] int64: the k accepted tokens, the extra token, then PAD.
+        status: [B] int32. OK; NAN or EMPTY: a target row that was read held NaN or +inf, or no
+            finite logit. Its draft was refused and the extra token is a legal id, but there was no
+            law to follow: end or repeat the request. DRAFT_NAN: a draft row was unusable and its
+            token was judged as a one-hot draft; the law is still the target's, mind the drafter.
+    """
 
     num_accepted: torch.Tensor
     tokens: torch.Tensor

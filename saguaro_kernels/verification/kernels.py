@@ -1,0 +1,540 @@
+"""Verification kernels: (1) row statistics, (2) block masses R_i, (3) accept, extra token, outputs.
+
+Launch 1 splits each judged row over programs, which store a partial maximum, log-sum and choice.
+The later launches merge these again in every program: some hundred bytes, and no launch for it.
+Launch 3 draws the extra token from splits of one row. The last program of a request to finish,
+known by an atomic counter that launch 1 has zeroed, merges them and writes the outputs; the
+interpreter runs programs one by one, so it does not test that hand-off.
+
+Partials are merged in the order of the splits, so equal inputs give equal bits.
+"""
+
+# A constexpr and a runtime condition cannot share an `if`.
+# ruff: noqa: SIM102
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..distribution import PAD, Status
+from ..distribution.rows import (
+    _INF,
+    _NEG_INF,
+    _at,
+    _clean,
+    _finite_or_zero,
+    _is_within,
+    _reciprocal,
+)
+from ..rng import Stream, _gumbel_block, _log1p, _uniform
+from .contract import DRAFT_NAN, MASS_FLOOR
+from .rows import (
+    _load_cutoff,
+    _load_draft_row,
+    _load_pair,
+    _log_sum,
+    _merge_choices,
+    _merge_rows,
+    _row_offset,
+    _scan_split,
+)
+
+_ACCEPT = tl.constexpr(int(Stream.ACCEPT))
+_EXTRA = tl.constexpr(int(Stream.EXTRA))
+_COUPLED = tl.constexpr(int(Stream.COUPLED))
+_NAN = tl.constexpr(int(Status.NAN))
+_EMPTY = tl.constexpr(int(Status.EMPTY))
+_DRAFT_NAN = tl.constexpr(DRAFT_NAN)
+_MASS_FLOOR = tl.constexpr(MASS_FLOOR)
+_PAD = tl.constexpr(PAD)
+
+_INTEGERS = (
+    "vocab", "draft_vocab", "num_steps", "num_splits", "tiles", "stride_b", "stride_i",
+    "bias_stride_b", "bias_stride_i", "draft_stride_b", "draft_stride_i", "draft_bias_stride_b",
+    "draft_bias_stride_i",
+)  # fmt: skip
+"""Never specialised on: B, K, V and the strides change without a new binary."""
+
+
+@triton.jit(do_not_specialize=_INTEGERS)
+def _verify_stats_kernel(
+    part_ptr,  # out [B, K, 3, S] float32: max, log-sum, best
+    part_arg_ptr,  # out [B, K, S] int32
+    counter_ptr,  # out [B] int32
+    target_ptr,  # [B, K+1, V], or [N, V] with row_index
+    row_index_ptr,  # [B, K+1] int64 | None
+    bias_ptr,  # [B, K+1, V] float32 | None
+    cutoff_ptr,  # float32, one per target row | None
+    cutoff_id_ptr,  # int64, likewise
+    num_draft_ptr,  # [B] int32
+    temperature_ptr,  # [B] float32
+    seed_ptr,  # [B] int64
+    base_ptr,  # [B] int64
+    vocab, num_steps, num_splits, tiles, stride_b, stride_i, bias_stride_b, bias_stride_i,
+    COUPLED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Grid (S, K, B): a program owns `tiles` tiles of a judged row. Writes partials."""
+    split, i, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    if (split == 0) & (i == 0):
+        tl.store(counter_ptr + b, 0)
+    if i < tl.load(num_draft_ptr + b):
+        num_rows = num_steps + 1
+        row = _row_offset(row_index_ptr, b, i, num_rows, stride_b, stride_i, ALIGNED)
+        bias_row = _row_offset(None, b, i, 0, bias_stride_b, bias_stride_i, False)
+        cutoff, cutoff_id = _load_cutoff(cutoff_ptr, cutoff_id_ptr, row_index_ptr, b, i, num_rows)
+        temperature = tl.load(temperature_ptr + b)
+        p = (target_ptr + row, bias_row, temperature, 0.0, 0.0, cutoff, cutoff_id)
+        noise = (tl.load(seed_ptr + b), tl.load(base_ptr + b), i)
+        max_, total, best, arg = _scan_split(
+            p,
+            bias_ptr,
+            split,
+            tiles,
+            vocab,
+            -1,
+            noise,
+            COUPLED,
+            _COUPLED,
+            cutoff_ptr is not None,
+            BLOCK_V,
+        )
+        part = part_ptr + (b * num_steps + i) * 3 * num_splits + split
+        tl.store(part, max_)
+        tl.store(part + num_splits, _log_sum(total))
+        tl.store(part + 2 * num_splits, best)
+        tl.store(part_arg_ptr + (b * num_steps + i) * num_splits + split, arg)
+
+
+@triton.jit
+def _judge(
+    part_ptr, target_ptr, row_index_ptr, bias_ptr, cutoff_ptr, cutoff_id_ptr, tokens_ptr, logq_ptr,
+    one_hot, b, num_draft, temperature, vocab, num_steps, num_splits, stride_b, stride_i,
+    bias_stride_b, bias_stride_i,
+    ALIGNED: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Per judged row, [BLOCK_K]: max, log-sum, log p(d), log p(d)/q(d), whether q is one-hot."""
+    step, num_rows = tl.arange(0, BLOCK_K), num_steps + 1
+    judged = step < num_draft
+    max_, log_sum = _merge_rows(
+        part_ptr, b, num_draft, num_steps, num_splits, temperature, BLOCK_K, BLOCK_S
+    )
+    token = tl.load(tokens_ptr + b * num_steps + step, mask=judged, other=-1)
+    inside = (token >= 0) & (token < vocab)
+    row = _row_offset(row_index_ptr, b, step, num_rows, stride_b, stride_i, ALIGNED)
+    z = tl.load(target_ptr + row + token, mask=inside, other=_NEG_INF).to(tl.float32)
+    if bias_ptr is not None:
+        row = _row_offset(None, b, step, 0, bias_stride_b, bias_stride_i, False)
+        z += tl.load(bias_ptr + row + token, mask=inside, other=0.0)
+    z = _clean(z)
+    cutoff, cutoff_id = _load_cutoff(cutoff_ptr, cutoff_id_ptr, row_index_ptr, b, step, num_rows)
+    # A NaN log-sum marks a row without a law: its draft is refused.
+    possible = _is_within(z, token, cutoff, cutoff_id) & (log_sum == log_sum)
+    log_p = (z - _finite_or_zero(max_)) * _reciprocal(temperature) - log_sum
+    log_p = tl.where(possible, log_p, _NEG_INF)
+    point = tl.full([BLOCK_K], 0, tl.int32) + one_hot
+    log_q = tl.zeros([BLOCK_K], tl.float32)
+    if logq_ptr is not None:
+        log_q = tl.load(logq_ptr + b * num_steps + step, mask=judged, other=0.0)
+        point = tl.where(tl.abs(log_q) < _INF, point, 1)
+    log_ratio = tl.where(judged, log_p - tl.where(point != 0, 0.0, log_q), _NEG_INF)
+    return max_, log_sum, log_p, log_ratio, point
+
+
+@triton.jit
+def _is_one_hot(draft_ptr, one_hot_ptr, temperature_ptr, b):
+    """1 where every draft of request b is a deterministic proposal, else 0."""
+    if draft_ptr is None:
+        return tl.full([], 1, tl.int32)
+    else:
+        one_hot = (tl.load(temperature_ptr + b) <= 0).to(tl.int32)
+        if one_hot_ptr is not None:
+            one_hot = tl.maximum(one_hot, tl.load(one_hot_ptr + b).to(tl.int32))
+        return one_hot
+
+
+@triton.jit
+def _block_scales(log_ratio, BLOCK_K: tl.constexpr):
+    """log a_1..a_K: log a_i = min(0, log a_{i-1} + log p_i/q_i)."""
+    step = tl.arange(0, BLOCK_K)
+    scale, log_a = 0.0, tl.zeros([BLOCK_K], tl.float32)
+    for i in tl.static_range(BLOCK_K):
+        scale = tl.minimum(scale + _at(log_ratio, i, BLOCK_K), 0.0)
+        log_a = tl.where(step == i, scale, log_a)
+    return log_a
+
+
+@triton.jit
+def _needs_mass(log_a, uniform, num_draft, BLOCK_K: tl.constexpr):
+    """Steps whose R decides: u < a (for h <= a), after the last sure success (a = 1, or step K)."""
+    step = tl.arange(0, BLOCK_K)
+    possible = (step < num_draft) & (uniform < tl.exp(log_a))
+    sure = possible & ((tl.exp(log_a) == 1.0) | (step == num_draft - 1))
+    return possible & (step > tl.max(tl.where(sure, step, -1), axis=0))
+
+
+@triton.jit(do_not_specialize=_INTEGERS)
+def _verify_mass_kernel(
+    mass_ptr,  # out [B, K, S] float32: partial R_i in row i - 1
+    part_ptr,  # [B, K, 3, S] float32
+    target_ptr,  # [B, K+1, V], or [N, V] with row_index
+    row_index_ptr,  # [B, K+1] int64 | None
+    bias_ptr,  # [B, K+1, V] float32 | None
+    cutoff_ptr,  # float32, one per target row | None
+    cutoff_id_ptr,  # int64, likewise
+    num_draft_ptr,  # [B] int32
+    temperature_ptr,  # [B] float32
+    seed_ptr,  # [B] int64
+    base_ptr,  # [B] int64
+    tokens_ptr,  # [B, K] int64
+    draft_ptr,  # [B, K, V_draft] | None
+    logq_ptr,  # [B, K] float32 | None
+    draft_cutoff_ptr,  # [B, K] float32 | None
+    draft_cutoff_id_ptr,  # [B, K] int64
+    scale_logit_ptr,  # [B, K] float32
+    scale_id_ptr,  # [B, K] int64
+    downweight_ptr,  # [B] float32 | None
+    one_hot_ptr,  # [B] bool | None
+    draft_temperature_ptr,  # [B] float32
+    draft_bias_ptr,  # [B, K, V_draft] float32 | None
+    map_ptr,  # [V] int32 | None
+    vocab, draft_vocab, num_steps, num_splits, tiles, stride_b, stride_i, bias_stride_b,
+    bias_stride_i, draft_stride_b, draft_stride_i, draft_bias_stride_b, draft_bias_stride_i,
+    ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Grid (S, K-1, B): a program owns `tiles` tiles of one R's row pair. Writes a partial R."""
+    split, i, b = tl.program_id(0), tl.program_id(1) + 1, tl.program_id(2).to(tl.int64)
+    num_draft = tl.load(num_draft_ptr + b)
+    temperature = tl.load(temperature_ptr + b)
+    one_hot = _is_one_hot(draft_ptr, one_hot_ptr, draft_temperature_ptr, b)
+    if (i < num_draft) & (temperature > 0) & (one_hot == 0):
+        max_, log_sum, _, log_ratio, point = _judge(
+            part_ptr, target_ptr, row_index_ptr, bias_ptr, cutoff_ptr, cutoff_id_ptr, tokens_ptr,
+            logq_ptr, one_hot, b, num_draft, temperature, vocab, num_steps, num_splits, stride_b,
+            stride_i, bias_stride_b, bias_stride_i, ALIGNED, BLOCK_K, BLOCK_S,
+        )  # fmt: skip
+        log_a = _block_scales(log_ratio, BLOCK_K)
+        step = tl.arange(0, BLOCK_K)
+        uniform = _uniform(tl.load(seed_ptr + b), tl.load(base_ptr + b), step, _ACCEPT)
+        needed = _needs_mass(log_a, uniform, num_draft, BLOCK_K).to(tl.int32)
+        if (_at(needed, i - 1, BLOCK_K) != 0) & (_at(point, i, BLOCK_K) == 0):
+            num_rows = num_steps + 1
+            row = _row_offset(row_index_ptr, b, i, num_rows, stride_b, stride_i, ALIGNED)
+            bias_row = _row_offset(None, b, i, 0, bias_stride_b, bias_stride_i, False)
+            cutoff, cutoff_id = _load_cutoff(
+                cutoff_ptr, cutoff_id_ptr, row_index_ptr, b, i, num_rows
+            )
+            # i < num_draft: its row was judged, so max and log-sum are known.
+            p = (
+                target_ptr + row, bias_row, temperature, _at(max_, i, BLOCK_K),
+                _at(log_sum, i, BLOCK_K), cutoff, cutoff_id,
+            )  # fmt: skip
+            q = _load_draft_row(
+                draft_ptr, draft_bias_ptr, map_ptr, tokens_ptr, logq_ptr, draft_cutoff_ptr,
+                draft_cutoff_id_ptr, scale_logit_ptr, scale_id_ptr, downweight_ptr,
+                draft_temperature_ptr, b, i, num_steps, vocab, draft_vocab, draft_stride_b,
+                draft_stride_i, draft_bias_stride_b, draft_bias_stride_i, ALIGNED,
+            )  # fmt: skip
+            mass = _scan_mass(
+                p, q, bias_ptr, draft_bias_ptr, map_ptr, split, tiles, vocab, draft_vocab,
+                _at(log_a, i - 1, BLOCK_K), BLOCK_V,
+            )  # fmt: skip
+            tl.store(mass_ptr + (b * num_steps + i - 1) * num_splits + split, mass)
+
+
+@triton.jit
+def _scan_mass(
+    p, q, bias_ptr, draft_bias_ptr, map_ptr, split, tiles, vocab, draft_vocab, log_scale,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """sum (a p - q)+ over one split, a = exp(log_scale)."""
+    first = split * tiles
+    full = tl.minimum(vocab, draft_vocab) // BLOCK_V
+    full = tl.maximum(tl.minimum(full, first + tiles), first)
+    end = tl.minimum(tl.cdiv(vocab, BLOCK_V), first + tiles)
+    total = 0.0
+    for tile in range(first, full):
+        ids = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+        log_p, log_q = _load_pair(
+            p, q, bias_ptr, draft_bias_ptr, map_ptr, ids, vocab, draft_vocab, False
+        )
+        excess = tl.exp(log_p + log_scale) - tl.exp(log_q)
+        total += tl.sum(tl.where(excess > 0, excess, 0.0), axis=0)
+    for tile in range(full, end):
+        ids = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+        log_p, log_q = _load_pair(
+            p, q, bias_ptr, draft_bias_ptr, map_ptr, ids, vocab, draft_vocab, True
+        )
+        excess = tl.exp(log_p + log_scale) - tl.exp(log_q)
+        total += tl.sum(tl.where(excess > 0, excess, 0.0), axis=0)
+    return total
+
+
+@triton.jit(do_not_specialize=_INTEGERS)
+def _verify_extra_kernel(
+    num_accepted_ptr,  # out [B] int32
+    output_ptr,  # out [B, K+1] int64
+    status_ptr,  # out [B] int32
+    extra_ptr,  # scratch [B, 4, S] float32: max, best, total, best of the residual
+    extra_arg_ptr,  # scratch [B, 2, S] int32
+    counter_ptr,  # [B] int32, zero; the programs of a request that are done
+    mass_ptr,  # [B, K, S] float32 | None
+    part_ptr,  # [B, K, 3, S] float32
+    part_arg_ptr,  # [B, K, S] int32
+    target_ptr,  # [B, K+1, V], or [N, V] with row_index
+    row_index_ptr,  # [B, K+1] int64 | None
+    bias_ptr,  # [B, K+1, V] float32 | None
+    cutoff_ptr,  # float32, one per target row | None
+    cutoff_id_ptr,  # int64, likewise
+    num_draft_ptr,  # [B] int32
+    temperature_ptr,  # [B] float32
+    seed_ptr,  # [B] int64
+    base_ptr,  # [B] int64
+    tokens_ptr,  # [B, K] int64
+    draft_ptr,  # [B, K, V_draft] | None
+    logq_ptr,  # [B, K] float32 | None
+    draft_cutoff_ptr,  # [B, K] float32 | None
+    draft_cutoff_id_ptr,  # [B, K] int64
+    scale_logit_ptr,  # [B, K] float32
+    scale_id_ptr,  # [B, K] int64
+    downweight_ptr,  # [B] float32 | None
+    one_hot_ptr,  # [B] bool | None
+    draft_temperature_ptr,  # [B] float32
+    draft_bias_ptr,  # [B, K, V_draft] float32 | None
+    map_ptr,  # [V] int32 | None
+    vocab, draft_vocab, num_steps, num_splits, tiles, stride_b, stride_i, bias_stride_b,
+    bias_stride_i, draft_stride_b, draft_stride_i, draft_bias_stride_b, draft_bias_stride_i,
+    BLOCK_RULE: tl.constexpr, COUPLED: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Grid (S, B): a program owns `tiles` tiles of the extra row; the last one writes all."""
+    split, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    num_draft = tl.load(num_draft_ptr + b)
+    temperature = tl.load(temperature_ptr + b)
+    seed, base = tl.load(seed_ptr + b), tl.load(base_ptr + b)
+    one_hot = _is_one_hot(draft_ptr, one_hot_ptr, draft_temperature_ptr, b)
+    own_choice = temperature <= 0
+    if COUPLED:
+        own_choice = b >= 0
+    step = tl.arange(0, BLOCK_K)
+    judged = step < num_draft
+    max_, log_sum, log_p, log_ratio, point = _judge(
+        part_ptr, target_ptr, row_index_ptr, bias_ptr, cutoff_ptr, cutoff_id_ptr, tokens_ptr,
+        logq_ptr, one_hot, b, num_draft, temperature, vocab, num_steps, num_splits, stride_b,
+        stride_i, bias_stride_b, bias_stride_i, ALIGNED, BLOCK_K, BLOCK_S,
+    )  # fmt: skip
+    whole = (log_sum == log_sum) & (max_ > _NEG_INF)
+
+    # k, the target's choice where it stopped, and log a_k.
+    uniform = _uniform(seed, base, step, _ACCEPT)
+    passes = (tl.log(uniform) < log_ratio).to(tl.int32)
+    choice = tl.zeros([BLOCK_K], tl.int32)
+    if own_choice:
+        choice = _merge_choices(
+            part_ptr, part_arg_ptr, max_, b, num_draft, num_steps, num_splits, temperature,
+            BLOCK_K, BLOCK_S,
+        )  # fmt: skip
+        token = tl.load(tokens_ptr + b * num_steps + step, mask=judged, other=-1)
+        passes = ((choice == token) & whole).to(tl.int32)
+    k = tl.min(tl.where(judged & (passes == 0), step, num_draft), axis=0)
+    log_scale = 0.0
+    if BLOCK_RULE:
+        if own_choice == 0:
+            k, log_scale = _accept_block(
+                mass_ptr, log_ratio, log_p, point, uniform, b, num_draft, num_steps, num_splits,
+                BLOCK_K, BLOCK_S,
+            )  # fmt: skip
+    row_status = tl.where(log_sum == log_sum, tl.where(max_ == _NEG_INF, _EMPTY, 0), _NAN)
+    status = tl.max(tl.where(judged, row_status, 0), axis=0)
+    draft_bad = tl.max(tl.where(judged, point, 0), axis=0)
+    draft_bad = tl.where((one_hot != 0) | own_choice, 0, draft_bad) * _DRAFT_NAN
+
+    if own_choice & (k < num_draft):
+        if split == 0:
+            _write_verdict(
+                num_accepted_ptr, output_ptr, status_ptr, tokens_ptr, b, k, num_steps,
+                _at(choice, k, BLOCK_K), status, BLOCK_K,
+            )  # fmt: skip
+    else:
+        num_rows = num_steps + 1
+        row = _row_offset(row_index_ptr, b, k, num_rows, stride_b, stride_i, ALIGNED)
+        bias_row = _row_offset(None, b, k, 0, bias_stride_b, bias_stride_i, False)
+        cutoff, cutoff_id = _load_cutoff(cutoff_ptr, cutoff_id_ptr, row_index_ptr, b, k, num_rows)
+        p = (
+            target_ptr + row, bias_row, temperature, _at(max_, k, BLOCK_K),
+            _at(log_sum, k, BLOCK_K), cutoff, cutoff_id,
+        )  # fmt: skip
+        # Of a refused draft the residual is wanted: of a one-hot draft, p without the token.
+        refused = (k < num_draft) & (_at(whole.to(tl.int32), k, BLOCK_K) != 0)
+        is_point = _at(point, k, BLOCK_K) != 0
+        rest = tl.exp(log_scale) * (1.0 - tl.exp(_at(log_p, k, BLOCK_K)))
+        refused_token = tl.load(tokens_ptr + b * num_steps + k, mask=k < num_draft, other=-1)
+        exclude = tl.where(
+            refused & is_point & (rest > _MASS_FLOOR), refused_token.to(tl.int32), -1
+        )
+        pair = refused & (is_point == 0)
+        extra = extra_ptr + b * 4 * num_splits + split
+        extra_arg = extra_arg_ptr + b * 2 * num_splits + split
+        STREAM: tl.constexpr = _COUPLED if COUPLED else _EXTRA
+        if pair:
+            if draft_ptr is not None:
+                q = _load_draft_row(
+                    draft_ptr, draft_bias_ptr, map_ptr, tokens_ptr, logq_ptr, draft_cutoff_ptr,
+                    draft_cutoff_id_ptr, scale_logit_ptr, scale_id_ptr, downweight_ptr,
+                    draft_temperature_ptr, b, k, num_steps, vocab, draft_vocab, draft_stride_b,
+                    draft_stride_i, draft_bias_stride_b, draft_bias_stride_i, ALIGNED,
+                )  # fmt: skip
+                total, left_best, left_arg, best, arg = _scan_residual(
+                    p, q, bias_ptr, draft_bias_ptr, map_ptr, split, tiles, vocab, draft_vocab,
+                    log_scale, (seed, base, k), STREAM, BLOCK_V,
+                )  # fmt: skip
+                tl.store(extra, _at(max_, k, BLOCK_K))
+                tl.store(extra + num_splits, best)
+                tl.store(extra + 2 * num_splits, total)
+                tl.store(extra + 3 * num_splits, left_best)
+                tl.store(extra_arg, arg)
+                tl.store(extra_arg + num_splits, left_arg)
+        else:
+            row_max, total, best, arg = _scan_split(
+                p, bias_ptr, split, tiles, vocab, exclude, (seed, base, k), True, STREAM,
+                cutoff_ptr is not None, BLOCK_V,
+            )  # fmt: skip
+            tl.store(extra, row_max)
+            tl.store(extra + num_splits, best)
+            tl.store(extra + 2 * num_splits, total)
+            tl.store(extra + 3 * num_splits, _NEG_INF)
+            tl.store(extra_arg, arg)
+            tl.store(extra_arg + num_splits, 0)
+        # All of this program's stores precede the counter's release.
+        tl.debug_barrier()
+        done = tl.atomic_add(counter_ptr + b, 1, sem="acq_rel")
+        if done == num_splits - 1:
+            extra_token, extra_status = _merge_extra(
+                extra_ptr, extra_arg_ptr, b, num_splits, temperature, pair, BLOCK_S
+            )
+            if k == num_draft:
+                status = tl.maximum(status, extra_status)
+            status = tl.where(status == 0, draft_bad, status)
+            _write_verdict(
+                num_accepted_ptr, output_ptr, status_ptr, tokens_ptr, b, k, num_steps,
+                extra_token, status, BLOCK_K,
+            )  # fmt: skip
+
+
+@triton.jit
+def _accept_block(
+    mass_ptr, log_ratio, log_p, point, uniform, b, num_draft, num_steps, num_splits,
+    BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """k = max{i: u_i < h_i} and log a_k."""
+    step, column = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_S)[None, :]
+    log_a = _block_scales(log_ratio, BLOCK_K)
+    a = tl.exp(log_a)
+    needed = _needs_mass(log_a, uniform, num_draft, BLOCK_K)
+    # R = a makes h = a: right at the last step, at a = 1, and at u >= a, which fails anyhow.
+    follows = step[None, :] == step[:, None] + 1
+    next_log_p = tl.sum(tl.where(follows, log_p[None, :], 0.0), axis=1)
+    next_point = tl.sum(tl.where(follows, point[None, :], 0), axis=1) != 0
+    mass = tl.where(needed, a - tl.exp(log_a + next_log_p), a)
+    if mass_ptr is not None:
+        scanned = needed & (next_point == 0)
+        part = mass_ptr + (b * num_steps + step[:, None]) * num_splits + column
+        mask = scanned[:, None] & (column < num_splits)
+        mass = tl.where(scanned, tl.sum(tl.load(part, mask=mask, other=0.0), axis=1), mass)
+    passes = (step < num_draft) & (uniform * (mass + 1.0 - a) < mass)
+    k = tl.max(tl.where(passes, step + 1, 0), axis=0)
+    return k, _at(log_a, k - 1, BLOCK_K)
+
+
+@triton.jit
+def _scan_residual(
+    p, q, bias_ptr, draft_bias_ptr, map_ptr, split, tiles, vocab, draft_vocab, log_scale, noise,
+    STREAM: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Over one split: mass, best and argbest of (a p - q)+, best and argbest of p."""
+    first = split * tiles
+    full = tl.minimum(vocab, draft_vocab) // BLOCK_V
+    full = tl.maximum(tl.minimum(full, first + tiles), first)
+    end = tl.minimum(tl.cdiv(vocab, BLOCK_V), first + tiles)
+    total, left_best, left_arg, best, arg = 0.0, float("-inf"), 0, float("-inf"), 0
+    for tile in range(first, full):
+        total, left_best, left_arg, best, arg = _scan_residual_tile(
+            (total, left_best, left_arg, best, arg), p, q, bias_ptr, draft_bias_ptr, map_ptr,
+            tile * BLOCK_V, vocab, draft_vocab, log_scale, noise, STREAM, False, BLOCK_V,
+        )  # fmt: skip
+    for tile in range(full, end):
+        total, left_best, left_arg, best, arg = _scan_residual_tile(
+            (total, left_best, left_arg, best, arg), p, q, bias_ptr, draft_bias_ptr, map_ptr,
+            tile * BLOCK_V, vocab, draft_vocab, log_scale, noise, STREAM, True, BLOCK_V,
+        )  # fmt: skip
+    return total, left_best, left_arg, best, arg
+
+
+@triton.jit
+def _scan_residual_tile(
+    state, p, q, bias_ptr, draft_bias_ptr, map_ptr, start, vocab, draft_vocab, log_scale, noise,
+    STREAM: tl.constexpr, MASKED: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    total, left_best, left_arg, best, arg = state
+    seed, base, offset = noise
+    ids = start + tl.arange(0, BLOCK_V)
+    log_p, log_q = _load_pair(
+        p, q, bias_ptr, draft_bias_ptr, map_ptr, ids, vocab, draft_vocab, MASKED
+    )
+    above = log_p + log_scale
+    gap = log_q - above
+    # log(1 - q/p) would round to 0 for small q/p.
+    left = tl.where(gap < 0, above + _log1p(-tl.exp(tl.where(gap < 0, gap, -1.0))), _NEG_INF)
+    gumbel = _gumbel_block(seed, base, offset, start, STREAM, BLOCK_V)
+    tile_best, tile_arg = tl.max(left + gumbel, axis=0, return_indices=True)
+    left_arg = tl.where(tile_best > left_best, start + tile_arg, left_arg)
+    left_best = tl.maximum(left_best, tile_best)
+    tile_best, tile_arg = tl.max(log_p + gumbel, axis=0, return_indices=True)
+    arg = tl.where(tile_best > best, start + tile_arg, arg)
+    return (
+        total + tl.sum(tl.exp(left), axis=0),
+        left_best,
+        left_arg,
+        tl.maximum(best, tile_best),
+        arg,
+    )
+
+
+@triton.jit
+def _merge_extra(
+    extra_ptr, extra_arg_ptr, b, num_splits, temperature, pair, BLOCK_S: tl.constexpr
+):  # fmt: skip
+    """The extra token of the merged splits, and the status of a row that was only scanned now."""
+    split = tl.arange(0, BLOCK_S)
+    mask = split < num_splits
+    # .cg: other programs wrote these while this one ran.
+    part = extra_ptr + b * 4 * num_splits + split
+    part_max = tl.load(part, mask=mask, other=_NEG_INF, cache_modifier=".cg")
+    best = tl.load(part + num_splits, mask=mask, other=_NEG_INF, cache_modifier=".cg")
+    total = tl.sum(
+        tl.load(part + 2 * num_splits, mask=mask, other=0.0, cache_modifier=".cg"), axis=0
+    )
+    left = tl.load(part + 3 * num_splits, mask=mask, other=_NEG_INF, cache_modifier=".cg")
+    args = extra_arg_ptr + b * 2 * num_splits + split
+    arg = tl.load(args, mask=mask, other=0, cache_modifier=".cg")
+    left_arg = tl.load(args + num_splits, mask=mask, other=0, cache_modifier=".cg")
+    row_max = tl.max(part_max, axis=0)
+    best += (part_max - _finite_or_zero(row_max)) * _reciprocal(temperature)
+    token = _at(arg, tl.argmax(best, axis=0), BLOCK_S)
+    if pair & (total > _MASS_FLOOR):
+        token = _at(left_arg, tl.argmax(left, axis=0), BLOCK_S)
+    status = tl.where(total == total, tl.where(row_max == _NEG_INF, _EMPTY, 0), _NAN)
+    return token, status
+
+
+@triton.jit
+def _write_verdict(
+    num_accepted_ptr, output_ptr, status_ptr, tokens_ptr, b, k, num_steps, extra, status,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    position = tl.arange(0, 2 * BLOCK_K)
+    token = tl.load(tokens_ptr + b * num_steps + position, mask=position < k, other=_PAD)
+    token = tl.where(position == k, extra.to(tl.int64), token)
+    tl.store(output_ptr + b * (num_steps + 1) + position, token, mask=position <= num_steps)
+    tl.store(num_accepted_ptr + b, k)
+    tl.store(status_ptr + b, status)

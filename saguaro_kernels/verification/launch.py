@@ -1,0 +1,204 @@
+"""Launcher of the verification kernels: block sizes, scratch, strides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from .._launch import on_device
+from ..distribution import Sampling
+from ..distribution.launch import row_cutoff_launch
+from ..rng import Keys
+from .contract import Draft, Verdict
+from .kernels import (
+    _INTEGERS,
+    _verify_extra_kernel,
+    _verify_mass_kernel,
+    _verify_stats_kernel,
+)
+
+
+@dataclass(frozen=True)
+class VerifyConfig:
+    """Ids per tile, programs per row at most, warps per program.
+
+    The extra token's program keeps noise, p and q of 8 ids per thread; with 16 it would spill.
+    """
+
+    block_v: int
+    max_splits: int = 16
+    num_warps: int = 8
+    extra_warps: int = 16
+
+    def split(self, vocab: int) -> tuple[int, int]:
+        """(programs per row, tiles per program)."""
+        tiles = triton.cdiv(vocab, self.block_v)
+        each = triton.cdiv(tiles, self.max_splits)
+        return triton.cdiv(tiles, each), each
+
+
+def verify_config(vocab: int) -> VerifyConfig:
+    """Tiles of 4096 ids: two loads of 16 bytes per thread in bf16. Rows up to 1024 are one tile."""
+    return VerifyConfig(4096) if vocab > 1024 else VerifyConfig(1024, num_warps=4, extra_warps=4)
+
+
+def workspace_size(
+    num_requests: int, num_steps: int, vocab: int, *, num_rows: int | None = None
+) -> int:
+    """float32 elements that one `verify` needs at most; `num_rows` = N of flat rows [N, V]."""
+    splits, _ = verify_config(vocab).split(vocab)
+    num_rows = num_requests * (num_steps + 1) if num_rows is None else num_rows
+    return sum(_scratch_sizes(num_requests, num_steps, splits, num_rows))
+
+
+def _scratch_sizes(
+    num_requests: int, num_steps: int, splits: int, num_rows: int
+) -> tuple[int, ...]:
+    """Of cutoff_id (int64), cutoff, part, part_arg, mass, extra, extra_arg, counter."""
+    per_split = (3 * num_steps, num_steps, num_steps, 4, 2)
+    shares = (num_requests * splits * size for size in per_split)
+    return (2 * num_rows, num_rows, *shares, num_requests)
+
+
+def _verify_launch(
+    target_logits: torch.Tensor,
+    draft: Draft,
+    sampling: Sampling,
+    keys: Keys,
+    *,
+    rule: str,
+    bias: torch.Tensor | None,
+    row_index: torch.Tensor | None,
+    out: Verdict,
+    workspace: torch.Tensor,
+    config: VerifyConfig | None = None,
+) -> None:
+    """Write `out`. Everything but the logits and the biases is contiguous."""
+    num_requests, num_steps = draft.tokens.shape
+    if num_requests == 0:
+        return
+    vocab = target_logits.shape[-1]
+    config = config or verify_config(vocab)
+    splits, tiles = config.split(vocab)
+    num_rows = num_requests * (num_steps + 1) if row_index is None else target_logits.shape[0]
+    sizes = _scratch_sizes(num_requests, num_steps, splits, num_rows)
+    cutoff_id, cutoff, part, part_arg, mass, extra, extra_arg, counter = workspace[
+        : sum(sizes)
+    ].split(sizes)
+    cutoff_id = cutoff_id.view(torch.int64)
+    part_arg, extra_arg, counter = (t.view(torch.int32) for t in (part_arg, extra_arg, counter))
+    if sampling.top_k is None and sampling.top_p is None and sampling.min_p is None:
+        cutoff = cutoff_id = None
+    else:
+        row_cutoff_launch(
+            target_logits, sampling, cutoff, cutoff_id, bias=bias, row_index=row_index,
+            num_draft=draft.num_draft,
+        )  # fmt: skip
+    strides = [*_row_strides(target_logits), *_row_strides(draft.logits)]
+    aligned = all(stride % 16 == 0 for stride in strides)
+    if aligned:
+        strides = [stride // 16 for stride in strides]
+    bias_strides = [*_row_strides(bias), *_row_strides(draft.bias)]
+    common = dict(
+        part_ptr=part, target_ptr=target_logits, row_index_ptr=row_index, bias_ptr=bias,
+        cutoff_ptr=cutoff, cutoff_id_ptr=cutoff_id, num_draft_ptr=draft.num_draft,
+        temperature_ptr=sampling.temperature, seed_ptr=keys.seed, base_ptr=keys.base, vocab=vocab,
+        num_steps=num_steps, num_splits=splits, tiles=tiles, stride_b=strides[0],
+        stride_i=strides[1], bias_stride_b=bias_strides[0], bias_stride_i=bias_strides[1],
+        ALIGNED=aligned, BLOCK_V=config.block_v,
+    )  # fmt: skip
+    one_hot, own = draft.one_hot, draft.sampling
+    with_draft = dict(
+        tokens_ptr=draft.tokens, draft_ptr=draft.logits, logq_ptr=draft.logq,
+        draft_cutoff_ptr=draft.cutoff, draft_cutoff_id_ptr=draft.cutoff_id,
+        scale_logit_ptr=draft.scale_logit, scale_id_ptr=draft.scale_id,
+        downweight_ptr=draft.downweight,
+        one_hot_ptr=None if one_hot is None else one_hot.view(torch.uint8),
+        draft_temperature_ptr=None if own is None else own.temperature,
+        draft_bias_ptr=draft.bias, map_ptr=draft.vocab_map,
+        draft_vocab=vocab if draft.logits is None else draft.logits.shape[-1],
+        draft_stride_b=strides[2], draft_stride_i=strides[3],
+        draft_bias_stride_b=bias_strides[2], draft_bias_stride_i=bias_strides[3],
+        BLOCK_K=max(8, triton.next_power_of_2(num_steps)),
+        BLOCK_S=triton.next_power_of_2(config.max_splits),
+    )  # fmt: skip
+    scan_masses = rule == "block" and draft.logits is not None and num_steps > 1
+    with on_device(target_logits.device):
+        _verify_stats_kernel[(splits, max(num_steps, 1), num_requests)](
+            part_arg_ptr=part_arg, counter_ptr=counter, COUPLED=rule == "coupled",
+            num_warps=config.num_warps, **common,
+        )  # fmt: skip
+        if scan_masses:
+            _verify_mass_kernel[(splits, num_steps - 1, num_requests)](
+                mass_ptr=mass, num_warps=config.num_warps, **common, **with_draft
+            )
+        _verify_extra_kernel[(splits, num_requests)](
+            num_accepted_ptr=out.num_accepted, output_ptr=out.tokens, status_ptr=out.status,
+            extra_ptr=extra, extra_arg_ptr=extra_arg, counter_ptr=counter, part_arg_ptr=part_arg,
+            mass_ptr=mass if scan_masses else None, BLOCK_RULE=rule == "block",
+            COUPLED=rule == "coupled", num_warps=config.extra_warps, **common, **with_draft,
+        )  # fmt: skip
+
+
+def _row_strides(rows: torch.Tensor | None) -> tuple[int, int]:
+    """(stride of a request, stride of a row); flat rows [N, V] have no request."""
+    if rows is None:
+        return 0, 0
+    return (rows.stride(0), rows.stride(1)) if rows.dim() == 3 else (0, rows.stride(0))
+
+
+def compile_cases() -> list[tuple[str, object, dict, dict, int]]:
+    """Binaries to compile ahead of time: (name, kernel, signature, constexprs, num_warps)."""
+    scratch = {
+        "part_ptr": "*fp32", "part_arg_ptr": "*i32", "counter_ptr": "*i32", "mass_ptr": "*fp32",
+        "extra_ptr": "*fp32", "extra_arg_ptr": "*i32", "num_accepted_ptr": "*i32",
+        "output_ptr": "*i64", "status_ptr": "*i32",
+    }  # fmt: skip
+    requests = {
+        "num_draft_ptr": "*i32", "temperature_ptr": "*fp32", "seed_ptr": "*i64",
+        "base_ptr": "*i64", "tokens_ptr": "*i64",
+    }  # fmt: skip
+    sampled = {
+        "logq_ptr": "*fp32", "draft_cutoff_ptr": "*fp32", "draft_cutoff_id_ptr": "*i64",
+        "scale_logit_ptr": "*fp32", "scale_id_ptr": "*i64", "draft_temperature_ptr": "*fp32",
+        "one_hot_ptr": "*u8",
+    }  # fmt: skip
+    rest = {
+        "row_index_ptr": "*i64", "bias_ptr": "*fp32", "cutoff_ptr": "*fp32",
+        "cutoff_id_ptr": "*i64", "downweight_ptr": "*fp32", "draft_bias_ptr": "*fp32",
+        "map_ptr": "*i32",
+    }  # fmt: skip
+    integers = {name: "i32" for name in _INTEGERS}
+    large, small = verify_config(128256), verify_config(1)
+    cases = []
+
+    def add(name: str, config: VerifyConfig, pointers: dict, rule: str, aligned: bool) -> None:
+        kernels = [("stats", _verify_stats_kernel), ("extra", _verify_extra_kernel)]
+        if rule == "block" and "draft_ptr" in pointers:
+            kernels.insert(1, ("mass", _verify_mass_kernel))
+        for phase, kernel in kernels:
+            names = kernel.arg_names
+            types = {**scratch, **requests, **pointers, **integers}
+            if "mass" not in dict(kernels):
+                types.pop("mass_ptr")
+            signature = {name: types[name] for name in names if name in types}
+            values = {
+                "BLOCK_V": config.block_v, "BLOCK_K": 8, "BLOCK_S": 16, "ALIGNED": aligned,
+                "COUPLED": rule == "coupled", "BLOCK_RULE": rule == "block",
+            }  # fmt: skip
+            constexprs = {n: values.get(n) for n in names if n not in signature}
+            warps = config.extra_warps if phase == "extra" else config.num_warps
+            cases.append((f"verify-{phase}-{name}", kernel, signature, constexprs, warps))
+
+    for dtype in ("bf16", "fp16", "fp32"):
+        rows = {"target_ptr": f"*{dtype}", "draft_ptr": f"*{dtype}", **sampled}
+        for rule in ("token", "block", "coupled"):
+            add(f"{rule}-{dtype}", large, rows, rule, True)
+    rows = {"target_ptr": "*bf16", "draft_ptr": "*bf16", **sampled}
+    add("block-bf16-unaligned", large, rows, "block", False)
+    add("block-bf16-small", small, rows, "block", True)
+    add("block-bf16-full", large, {**rows, **rest}, "block", True)
+    add("token-bf16-one-hot", large, {"target_ptr": "*bf16"}, "token", True)
+    return cases
