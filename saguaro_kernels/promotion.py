@@ -1,15 +1,26 @@
-"""The keys and values of the branch that was hit become the next round's chain; nothing is recomputed.
+"""The keys and values of the branch that was hit become the next round's chain.
 
-    for s = 0..draft_len:    slot trunk_len + draft_len + 1 + s*M + i   ->   slot trunk_len + k + 1 + s
+    for s = 0..draft_len:   slot trunk_len + draft_len + 1 + s*M + i  ->  slot trunk_len + k + 1 + s
 
-i is the branch, k = depth[b] the accepted length it was drafted for. Copying in ascending s is safe in
-place: k <= draft_len, so the slot written at s is at most trunk_len + draft_len + 1 + s, below every
-source of a later s' (trunk_len + draft_len + 1 + s'*M + i, and M >= 1).
+i is the branch, k = depth[b] the accepted length it was drafted for; trunk_len is that of the round
+the branch was drafted in. Nothing is recomputed on a hit.
+
+The slots may overlap (draft_len = 2, M = 2, k = 2, i = 1: step 1 is written where step 0 is read),
+so a program reads all of its positions before it writes any. Copying one by one in ascending s is
+safe too: the slot written at s is at most trunk_len + draft_len + 1 + s (as k <= draft_len), below
+every source of a later step (trunk_len + draft_len + 1 + s'*M + i, as M >= 1).
 """
 
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
+
+from ._launch import Impl, check_tensor, on_device, resolve_impl
+from .errors import ConfigError, ShapeError
+
+_LENGTHS = (torch.int32, torch.int64)
 
 
 def promote_branch_reference(
@@ -22,20 +33,101 @@ def promote_branch_reference(
     draft_len: int,
     branches: int,
 ) -> None:
+    """See `promote_branch`."""
     page_size = kv_pages.shape[-3]
-    row = (branch >= 0).nonzero()[:, 0]
-    if not row.numel():
-        return
+    hit = (branch >= 0).nonzero()[:, 0]
     step = torch.arange(draft_len + 1, device=kv_pages.device)
-    trunk = trunk_len[row].long()[:, None]
-    source = trunk + draft_len + 1 + step * branches + branch[row].long()[:, None]
-    target = trunk + depth[row].long()[:, None] + 1 + step
-    table = page_table[row].long()
-
+    trunk, table = trunk_len[hit].long()[:, None], page_table[hit].long()
+    source = trunk + draft_len + 1 + step * branches + branch[hit].long()[:, None]
+    target = trunk + depth[hit].long()[:, None] + 1 + step
     source_page, target_page = (table.gather(1, slot // page_size) for slot in (source, target))
     # An indexed read makes a copy, so overlapping slots cannot disturb one another.
     moved = kv_pages[..., source_page, source % page_size, :, :]
     kv_pages[..., target_page, target % page_size, :, :] = moved
+
+
+@triton.jit(
+    do_not_specialize=["draft_len", "branches", "page_size", "table_stride_b", "chunks"]
+)
+def _promote_branch_kernel(
+    kv_ptr,  # [planes, P, page, Hkv * D]
+    table_ptr,  # [B, pages] int32
+    trunk_ptr,  # [B]
+    depth_ptr,  # [B]
+    branch_ptr,  # [B]
+    plane_stride,
+    page_stride,
+    slot_stride,
+    table_stride_b,
+    draft_len,
+    branches,
+    page_size,
+    chunks,
+    INNER: tl.constexpr,  # Hkv * D
+    UNIT: tl.constexpr,  # of the strides, in elements
+    BLOCK_S: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Grid (planes * chunks, B): BLOCK_E elements of all draft_len + 1 positions. Moves them."""
+    request = tl.program_id(1).to(tl.int64)
+    plane = (tl.program_id(0) // chunks).to(tl.int64)
+    branch = tl.load(branch_ptr + request).to(tl.int64)
+    if branch >= 0:
+        trunk = tl.load(trunk_ptr + request).to(tl.int64)
+        step = tl.arange(0, BLOCK_S)
+        element = tl.program_id(0) % chunks * BLOCK_E + tl.arange(0, BLOCK_E)
+        source = trunk + draft_len + 1 + step * branches + branch
+        target = trunk + tl.load(depth_ptr + request) + 1 + step
+        kv_ptr += plane * plane_stride * UNIT
+        table_ptr += request * table_stride_b
+        moves = step <= draft_len
+        mask = moves[:, None] & (element < INNER)[None, :]
+        page = tl.load(table_ptr + source // page_size, mask=moves, other=0).to(tl.int64)
+        row = kv_ptr + (page * page_stride + source % page_size * slot_stride) * UNIT
+        moved = tl.load(row[:, None] + element[None, :], mask=mask)
+        page = tl.load(table_ptr + target // page_size, mask=moves, other=0).to(tl.int64)
+        row = kv_ptr + (page * page_stride + target % page_size * slot_stride) * UNIT
+        tl.debug_barrier()
+        tl.store(row[:, None] + element[None, :], moved, mask=mask)
+
+
+def _promote_branch_launch(
+    kv_pages: torch.Tensor,
+    page_table: torch.Tensor,
+    trunk_len: torch.Tensor,
+    depth: torch.Tensor,
+    branch: torch.Tensor,
+    *,
+    draft_len: int,
+    branches: int,
+) -> None:
+    planes, _, page_size, heads, head_dim = kv_pages.shape
+    inner, batch = heads * head_dim, branch.shape[0]
+    if not planes * batch * inner:
+        return
+    strides = kv_pages.stride()[:3]
+    unit = 16 if all(stride % 16 == 0 for stride in strides) else 1
+    block_s = triton.next_power_of_2(draft_len + 1)
+    block_e = min(triton.next_power_of_2(inner), max(64, 4096 // block_s))
+    chunks = triton.cdiv(inner, block_e)
+    with on_device(kv_pages.device):
+        _promote_branch_kernel[(planes * chunks, batch)](
+            kv_pages,
+            page_table,
+            trunk_len,
+            depth,
+            branch,
+            *(stride // unit for stride in strides),
+            table_stride_b=page_table.stride(0),
+            draft_len=draft_len,
+            branches=branches,
+            page_size=page_size,
+            chunks=chunks,
+            INNER=inner,
+            UNIT=unit,
+            BLOCK_S=block_s,
+            BLOCK_E=block_e,
+        )
 
 
 def promote_branch(
@@ -47,14 +139,78 @@ def promote_branch(
     branch: torch.Tensor,
     draft_len: int,
     branches: int,
-    impl: str = "auto",
+    impl: Impl = "auto",
 ) -> None:
+    """Move the keys and values of each request's hit branch into its chain, in place.
+
+    Args:
+        kv_pages: [..., P, page, Hkv, D], any dtype: all layers, keys and values at once, as
+            [L, 2, P, page, Hkv, D]; the last two dimensions contiguous, the leading ones of one
+            stride. Written.
+        page_table: [B, pages] int32.
+        trunk_len: [B] int32 | int64, of the round that drafted the branch.
+        depth: [B] int32 | int64, 0..draft_len: accepted drafts.
+        branch: [B] int32 | int64, 0..branches - 1; negative: no hit, nothing of this request moves.
+        draft_len, branches: K and M of the layout of `tree_layout`.
+    Raises:
+        ShapeError, DTypeError, DeviceError, ConfigError. Values are not checked.
+    Cost:
+        draft_len + 1 positions of the hit requests read and written once; 1 launch; 0 host syncs.
+    """
+    if kv_pages.dim() < 4:
+        raise ShapeError(f"kv_pages: got shape {list(kv_pages.shape)}, want [..., P, page, Hkv, D]")
+    if draft_len < 0 or branches < 1:
+        raise ConfigError(
+            f"got draft_len={draft_len}, branches={branches}, want draft_len >= 0, branches >= 1"
+        )
+    device, batch = kv_pages.device, branch.shape[0]
+    check_tensor("page_table", page_table, (batch, None), torch.int32, device, contiguous_last=True)
+    for name, value in (("trunk_len", trunk_len), ("depth", depth), ("branch", branch)):
+        check_tensor(name, value, (batch,), _LENGTHS, device)
+    try:
+        planes = kv_pages.view(-1, *kv_pages.shape[-4:])
+        planes.view(*planes.shape[:3], -1)
+    except RuntimeError as error:
+        raise ShapeError(
+            f"kv_pages: got strides {kv_pages.stride()}, want the last two dimensions contiguous "
+            "and leading ones that merge; pass one contiguous tensor"
+        ) from error
+    torch.ops.saguaro.promote_branch(
+        planes, page_table, trunk_len.contiguous(), depth.contiguous(), branch.contiguous(),
+        draft_len, branches, resolve_impl(impl, device),
+    )  # fmt: skip
+
+
+def _promote_branch(
+    kv_pages, page_table, trunk_len, depth, branch, draft_len, branches, impl
+) -> None:  # fmt: skip
+    if impl == "triton":
+        _promote_branch_launch(
+            kv_pages, page_table, trunk_len, depth, branch, draft_len=draft_len, branches=branches
+        )
+        return
     promote_branch_reference(
-        kv_pages,
-        page_table,
-        trunk_len=trunk_len,
-        depth=depth,
-        branch=branch,
-        draft_len=draft_len,
-        branches=branches,
-    )
+        kv_pages, page_table, trunk_len=trunk_len, depth=depth, branch=branch,
+        draft_len=draft_len, branches=branches,
+    )  # fmt: skip
+
+
+def compile_cases() -> list[tuple[str, object, dict[str, str], dict[str, object], int]]:
+    """(name, kernel, signature, constexprs, num_warps) for bfloat16 and float32 pages."""
+    integers = ("plane_stride", "page_stride", "slot_stride", "table_stride_b", "draft_len")
+    integers += ("branches", "page_size", "chunks")
+    pointers = ("table_ptr", "trunk_ptr", "depth_ptr", "branch_ptr")
+    return [
+        (
+            f"promote_branch-K5-{kind}",
+            _promote_branch_kernel,
+            {
+                "kv_ptr": f"*{kind}",
+                **dict.fromkeys(pointers, "*i32"),
+                **dict.fromkeys(integers, "i32"),
+            },
+            {"INNER": 1024, "UNIT": 16, "BLOCK_S": 8, "BLOCK_E": 512},
+            4,
+        )
+        for kind in ("bf16", "fp32")
+    ]

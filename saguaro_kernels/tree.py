@@ -1,11 +1,12 @@
-"""Where every branch stands: token ids, positions and KV slots of all tree steps, from device lengths.
+"""Where every branch stands: token ids, positions and KV slots of all tree steps.
 
-    step s of branch i, depth k = depth[b, i]:    position = trunk_len + 1 + k + s
-                                                  slot     = trunk_len + draft_len + 1 + s*M + i
-    token i of a chain:                           position = slot = trunk_len + i
+    step s of branch i, depth k:    position = trunk_len + 1 + k + s
+                                    slot     = trunk_len + draft_len + 1 + s*M + i
+    token i of a chain:             position = slot = trunk_len + i
 
-trunk_len is the number of keys in the cache before the round; the chain takes the next draft_len + 1
-slots, the branches the slots after it, step-major, so one tree step writes M neighbouring slots.
+trunk_len is the number of keys in the cache before the round. The chain takes the next
+draft_len + 1 slots and the branches the slots after it, step-major, so that one tree step writes M
+neighbouring slots. All lengths are read on the device: one launch serves every step of a round.
 """
 
 from __future__ import annotations
@@ -13,33 +14,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 
-from ._launch import check_tensor
+from ._launch import Impl, check_tensor, on_device, resolve_impl
+from .distribution import PAD
 from .errors import ConfigError
-
-PAD = -1
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Of S steps of M branches: S = draft_len + 1 for a tree, and for a chain S = 1, M = its width."""
+    """S steps of M branches: S = draft_len + 1 for a tree; a chain has S = 1 and M = its width."""
 
     ids: torch.Tensor
     """[B, M] int64: the token each branch starts with, 0 where unused."""
     positions: torch.Tensor
     """[S, B, M] int64: rotary positions, 0 where unused."""
     slots: torch.Tensor
-    """[S, B, M] int64: slot in the request's own numbering; unused branches keep their own slot."""
+    """[S, B, M] int64: the request's own numbering; unused branches keep their own slot."""
     physical: torch.Tensor
-    """[S, B, M] int64: row of pages.flatten(0, 1) that holds the slot; equal to slots without pages."""
+    """[S, B, M] int64: row of pages.flatten(0, 1) that holds the slot; slots without a table."""
     depth: torch.Tensor
-    """[B, M] int32: depth of each branch, PAD where unused."""
+    """[B, M] int32: depth of each branch (for a chain its index), PAD where unused."""
 
 
-def _to_physical(
+def _physical_reference(
     slots: torch.Tensor, page_table: torch.Tensor | None, page_size: int
 ) -> torch.Tensor:
-    """Slots [S, B, M] through page_table [B, pages]."""
     if page_table is None:
         return slots.clone()
     page = (slots // page_size).clamp_(max=page_table.shape[1] - 1)
@@ -56,13 +57,14 @@ def tree_layout_reference(
     page_table: torch.Tensor | None = None,
     page_size: int = 1,
 ) -> Layout:
+    """See `tree_layout`."""
     branches = depth.shape[1]
     step = torch.arange(draft_len + 1, device=depth.device)[:, None, None]
-    trunk, used = trunk_len.long()[:, None], depth != PAD
+    trunk, used = trunk_len.long()[:, None], depth >= 0
     positions = torch.where(used, trunk + 1 + depth + step, 0)
     branch = torch.arange(branches, device=depth.device)
     slots = trunk + (draft_len + 1) + step * branches + branch
-    physical = _to_physical(slots, page_table, page_size)
+    physical = _physical_reference(slots, page_table, page_size)
     return Layout(torch.where(used, tokens, 0), positions, slots, physical, depth)
 
 
@@ -74,12 +76,102 @@ def chain_layout_reference(
     page_table: torch.Tensor | None = None,
     page_size: int = 1,
 ) -> Layout:
+    """See `chain_layout`."""
     index = torch.arange(tokens.shape[1], device=tokens.device)[None, :]
     used = index < count[:, None]
     slots = (trunk_len.long()[:, None] + index)[None]
-    physical = _to_physical(slots, page_table, page_size)
+    physical = _physical_reference(slots, page_table, page_size)
     depth = torch.where(used, index, PAD).to(torch.int32)
     return Layout(torch.where(used, tokens, 0), torch.where(used, slots, 0), slots, physical, depth)
+
+
+@triton.jit(do_not_specialize=["branches", "draft_len", "pages", "page_size", "table_stride_b"])
+def _layout_kernel(
+    tokens_ptr,  # [B, M] int64
+    limit_ptr,  # CHAIN: count [B]; else depth [B, M] int32
+    trunk_ptr,  # [B]
+    table_ptr,  # [B, pages] int32
+    ids_ptr,  # [B, M] int64
+    positions_ptr,  # [S, B, M] int64
+    slots_ptr,  # [S, B, M] int64
+    physical_ptr,  # [S, B, M] int64
+    depth_ptr,  # [B, M] int32, written by CHAIN only
+    branches,
+    draft_len,
+    pages,
+    page_size,
+    table_stride_b,
+    CHAIN: tl.constexpr,
+    PAGED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Grid (B, blocks of M, S): one step of BLOCK_M branches. Writes all fields of the layout."""
+    request = tl.program_id(0).to(tl.int64)
+    branch = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    step = tl.program_id(2)
+    inside = branch < branches
+    here = request * branches + branch
+    trunk = tl.load(trunk_ptr + request).to(tl.int64)
+    if CHAIN:
+        used = branch < tl.load(limit_ptr + request)
+        slot = trunk + branch
+        position = slot
+        tl.store(depth_ptr + here, tl.where(used, branch, -1), mask=inside)
+    else:
+        depth = tl.load(limit_ptr + here, mask=inside, other=-1)
+        used = depth >= 0
+        slot = trunk + draft_len + 1 + step * branches + branch
+        position = trunk + 1 + depth + step
+    if step == 0:
+        tokens = tl.load(tokens_ptr + here, mask=inside & used, other=0)
+        tl.store(ids_ptr + here, tokens, mask=inside)
+    physical = slot
+    if PAGED:
+        page = tl.minimum(slot // page_size, pages - 1)
+        page = tl.load(table_ptr + request * table_stride_b + page, mask=inside, other=0)
+        physical = page.to(tl.int64) * page_size + slot % page_size
+    there = step.to(tl.int64) * tl.num_programs(0) * branches + here
+    tl.store(positions_ptr + there, tl.where(used, position, 0), mask=inside)
+    tl.store(slots_ptr + there, slot, mask=inside)
+    tl.store(physical_ptr + there, physical, mask=inside)
+
+
+def _layout_launch(
+    tokens: torch.Tensor,
+    limit: torch.Tensor,
+    trunk_len: torch.Tensor,
+    page_table: torch.Tensor | None,
+    out: Layout,
+    *,
+    draft_len: int,
+    page_size: int,
+    chain: bool,
+) -> None:
+    steps, batch, branches = out.slots.shape
+    if not out.ids.numel():
+        return
+    block = min(1024, triton.next_power_of_2(branches))
+    with on_device(tokens.device):
+        _layout_kernel[(batch, triton.cdiv(branches, block), steps)](
+            tokens,
+            limit,
+            trunk_len,
+            trunk_len if page_table is None else page_table,
+            out.ids,
+            out.positions,
+            out.slots,
+            out.physical,
+            out.depth,
+            branches=branches,
+            draft_len=draft_len,
+            pages=0 if page_table is None else page_table.shape[1],
+            page_size=page_size,
+            table_stride_b=0 if page_table is None else page_table.stride(0),
+            CHAIN=chain,
+            PAGED=page_table is not None,
+            BLOCK_M=block,
+            num_warps=1 if block <= 128 else 4,
+        )
 
 
 def tree_layout(
@@ -90,14 +182,37 @@ def tree_layout(
     draft_len: int,
     page_table: torch.Tensor | None = None,
     page_size: int = 1,
-    impl: str = "auto",
+    out: Layout | None = None,
+    impl: Impl = "auto",
 ) -> Layout:
-    _check(depth, tokens, trunk_len, page_table, page_size)
+    """Return the ids, positions and slots of all branches for steps 0..draft_len.
+
+    Args:
+        depth: [B, M] int32, accepted drafts before the branch; negative: unused.
+        tokens: [B, M] int64, the extra token of each branch.
+        trunk_len: [B] int32 | int64, keys in the cache before the round.
+        draft_len: K >= 0.
+        page_table: [B, pages] int32, and its page_size, for `physical`. Slots past the table take
+            its last page.
+        out: a Layout of the same shapes, overwritten and returned (its depth is not touched).
+    Returns:
+        Layout with S = draft_len + 1; `depth` is the argument itself.
+    Raises:
+        ShapeError, DTypeError, DeviceError, ConfigError. Values are not checked.
+    Cost:
+        1 launch; 0 host syncs.
+    """
     if draft_len < 0:
         raise ConfigError(f"draft_len: got {draft_len}, want >= 0")
-    return tree_layout_reference(
-        depth, tokens, trunk_len, draft_len=draft_len, page_table=page_table, page_size=page_size
-    )
+    check_tensor("depth", depth, (None, None), torch.int32)
+    _check(tokens, depth.shape, trunk_len, page_table, page_size)
+    out = out or _empty_layout(tokens, draft_len + 1, depth)
+    torch.ops.saguaro.tree_layout(
+        depth.contiguous(), tokens.contiguous(), trunk_len.contiguous(), page_table, draft_len,
+        page_size, resolve_impl(impl, tokens.device),
+        out.ids, out.positions, out.slots, out.physical,
+    )  # fmt: skip
+    return Layout(out.ids, out.positions, out.slots, out.physical, depth)
 
 
 def chain_layout(
@@ -107,19 +222,110 @@ def chain_layout(
     *,
     page_table: torch.Tensor | None = None,
     page_size: int = 1,
-    impl: str = "auto",
+    out: Layout | None = None,
+    impl: Impl = "auto",
 ) -> Layout:
-    return chain_layout_reference(
-        tokens, count, trunk_len, page_table=page_table, page_size=page_size
-    )
+    """Return the layout of a chain: prefill, or the last token with its drafts for verification.
+
+    Args:
+        tokens: [B, M] int64; of row b the first count[b] are used.
+        count: [B] int32 | int64.
+        trunk_len, page_table, page_size, out: as for `tree_layout`; out.depth is written too.
+    Returns:
+        Layout with S = 1 and depth 0, 1, .. count - 1, PAD: what `tree_attention` takes at step -1.
+        Slots of unused columns lie past the row's own tokens.
+    Raises:
+        ShapeError, DTypeError, DeviceError, ConfigError. Values are not checked.
+    Cost:
+        1 launch; 0 host syncs.
+    """
+    check_tensor("tokens", tokens, (None, None), torch.int64)
+    _check(tokens, tokens.shape, trunk_len, page_table, page_size)
+    check_tensor("count", count, trunk_len.shape, (torch.int32, torch.int64), tokens.device)
+    out = out or _empty_layout(tokens, 1, torch.empty_like(tokens, dtype=torch.int32))
+    torch.ops.saguaro.chain_layout(
+        tokens.contiguous(), count.contiguous(), trunk_len.contiguous(), page_table, page_size,
+        resolve_impl(impl, tokens.device),
+        out.ids, out.positions, out.slots, out.physical, out.depth,
+    )  # fmt: skip
+    return out
 
 
-def _check(depth, tokens, trunk_len, page_table, page_size) -> None:
-    batch, branches = depth.shape
-    check_tensor("depth", depth, (batch, branches), torch.int32)
-    check_tensor("tokens", tokens, (batch, branches), torch.int64, depth.device)
-    check_tensor("trunk_len", trunk_len, (batch,), (torch.int32, torch.int64), depth.device)
+def _empty_layout(tokens: torch.Tensor, steps: int, depth: torch.Tensor) -> Layout:
+    ids = torch.empty_like(tokens, memory_format=torch.contiguous_format)
+    return Layout(ids, *(tokens.new_empty((steps, *tokens.shape)) for _ in range(3)), depth)
+
+
+def _check(
+    tokens: torch.Tensor,
+    shape: torch.Size,
+    trunk_len: torch.Tensor,
+    page_table: torch.Tensor | None,
+    page_size: int,
+) -> None:
+    device = trunk_len.device
+    check_tensor("tokens", tokens, shape, torch.int64, device)
+    check_tensor("trunk_len", trunk_len, shape[:1], (torch.int32, torch.int64))
     if page_table is not None:
-        check_tensor("page_table", page_table, (batch, None), torch.int32, depth.device)
+        check_tensor("page_table", page_table, (shape[0], None), torch.int32, device)
     if page_size < 1:
         raise ConfigError(f"page_size: got {page_size}, want >= 1")
+
+
+def _tree_layout(
+    depth, tokens, trunk_len, page_table, draft_len, page_size, impl,
+    ids, positions, slots, physical,
+) -> None:  # fmt: skip
+    out = Layout(ids, positions, slots, physical, depth)
+    if impl == "triton":
+        _layout_launch(
+            tokens, depth, trunk_len, page_table, out,
+            draft_len=draft_len, page_size=page_size, chain=False,
+        )  # fmt: skip
+        return
+    result = tree_layout_reference(
+        depth, tokens, trunk_len, draft_len=draft_len, page_table=page_table, page_size=page_size
+    )
+    _copy(result, out)
+
+
+def _chain_layout(
+    tokens, count, trunk_len, page_table, page_size, impl, ids, positions, slots, physical, depth
+) -> None:  # fmt: skip
+    out = Layout(ids, positions, slots, physical, depth)
+    if impl == "triton":
+        _layout_launch(
+            tokens, count, trunk_len, page_table, out, draft_len=0, page_size=page_size, chain=True
+        )
+        return
+    result = chain_layout_reference(
+        tokens, count, trunk_len, page_table=page_table, page_size=page_size
+    )
+    _copy(result, out)
+    depth.copy_(result.depth)
+
+
+def _copy(result: Layout, out: Layout) -> None:
+    for name in ("ids", "positions", "slots", "physical"):
+        getattr(out, name).copy_(getattr(result, name))
+
+
+def compile_cases() -> list[tuple[str, object, dict[str, str], dict[str, object], int]]:
+    """(name, kernel, signature, constexprs, num_warps) of a tree's and of a chain's layout."""
+    pointers = {
+        **dict.fromkeys(("tokens_ptr", "ids_ptr", "positions_ptr", "slots_ptr"), "*i64"),
+        **dict.fromkeys(("limit_ptr", "trunk_ptr", "table_ptr", "depth_ptr"), "*i32"),
+        "physical_ptr": "*i64",
+    }
+    integers = ("branches", "draft_len", "pages", "page_size", "table_stride_b")
+    signature = {**pointers, **dict.fromkeys(integers, "i32")}
+    return [
+        (
+            f"layout-{'chain' if chain else 'tree'}",
+            _layout_kernel,
+            signature,
+            {"CHAIN": chain, "PAGED": True, "BLOCK_M": 32},
+            1,
+        )
+        for chain in (False, True)
+    ]

@@ -1,17 +1,19 @@
 """Attention of many queries of one request over its shared trunk, and of each over its own branch.
 
-    out[b, i, h] = sum_j w[j] * value[b, j, h // G],   w = softmax over visible j of scale * <q, k_j>
+    out[b, i, h] = sum_j w[j] * value[j, h // G],   w = softmax over visible j of scale * <q, k_j>
 
-Slot j of request b lives at pages[page_table[b, j // page], j % page]. Branch i, at tree step `step`, sees
+Slot j of request b lives at pages[page_table[b, j // page], j % page]. Branch i sees, at tree step
+`step`,
     the trunk and its part of the chain:   j < trunk_len[b] + depth[b, i] + 1
     its own keys:                          j = trunk_len[b] + draft_len + 1 + s*M + i,  s = 0..step
-With step = -1 there are no own keys, and depth = 0, 1, .. is causal attention of a chain whose keys have
-just been written: verification, chunked prefill and single-token decode are the same op. depth < 0 marks an
-unused query; its output is 0. A sliding window keeps the keys less than `window` positions back.
+With step = -1 there are no own keys, and depth = 0, 1, .. is causal attention of a chain whose keys
+have just been written: verification, chunked prefill and single-token decode are the same op. A
+negative depth marks an unused query; its output is 0. A sliding window keeps the keys less than
+`window` positions back.
 
-The branches and the query heads of one KV head share a tile, so the trunk is read once per KV head and
-request, not once per branch; long trunks are split over programs and merged exactly by their log-sums
-(Flash-Decoding, Dao et al., 2023).
+The branches and the query heads of one KV head share a tile, so the trunk is read once per KV head
+and request, not once per branch; long trunks are split over programs and merged exactly by their
+log-sums (Flash-Decoding, Dao et al., 2023).
 """
 
 from __future__ import annotations
@@ -57,25 +59,25 @@ def tree_attention(
     workspace: torch.Tensor | None = None,
     impl: Impl = "auto",
 ) -> torch.Tensor:
-    """Return the attention of every branch over the trunk and its own keys; see the formula above.
+    """Return the attention of every branch over the trunk and its own keys (formula above).
 
     Args:
         query: [B, M, Hq, D] float16 | bfloat16 | float32 (reference: also float64), D <= 256; last
             dimension contiguous. Its keys and values already lie in the pages.
-        key_pages, value_pages: [P, page, Hkv, D], dtype of query, Hq a multiple of Hkv; last dimension
-            contiguous, any other strides. Slots nobody sees may hold anything, NaN included.
+        key_pages, value_pages: [P, page, Hkv, D], dtype of query, Hq a multiple of Hkv; last
+            dimension contiguous, any other strides. Slots nobody sees may hold anything, even NaN.
         page_table: [B, pages] int32: page of slots j*page .. j*page + page - 1. Entries past a
             request's last slot are not read.
         trunk_len: [B] int32 | int64: keys before the chain.
         depth: [B, M] int32: accepted drafts before the branch; negative: unused.
         draft_len: K; the chain holds K + 1 slots. An int, fixed for a captured graph.
-        step: tree step, or -1 for a chain (draft_len is then not used). An int, or an int32 tensor of
-            one element read on the device, so that one captured graph serves all steps.
+        step: tree step, or -1 for a chain (draft_len is then not used). An int, or an int32 tensor
+            of one element read on the device, so that one captured graph serves all steps.
         scale: default D ** -0.5.
         softcap: scores become softcap * tanh(score / softcap). Default: off.
         window: keys at most window - 1 positions back are seen. Default: all.
-        plan: from `attention_plan` for the same lengths, for the reference only: made once per forward
-            instead of once per layer.
+        plan: from `attention_plan` for the same lengths, for the reference only: made once per
+            forward instead of once per layer.
         out: [B, M, Hq, D] contiguous, dtype of query. Default: allocated.
         workspace: `tree_attention_workspace` float32 elements. Default: allocated.
     Returns:
@@ -109,20 +111,22 @@ def tree_attention(
         return out.copy_(
             tree_attention_reference(
                 query, key_pages, value_pages, page_table, trunk_len=trunk_len, depth=depth,
-                draft_len=draft_len, step=step, scale=scale, softcap=softcap, window=window, plan=plan,
+                draft_len=draft_len, step=step, scale=scale, softcap=softcap, window=window,
+                plan=plan,
             )
         )  # fmt: skip
     on_host = not isinstance(step, torch.Tensor)
     torch.ops.saguaro.tree_attention(
-        query, key_pages, value_pages, page_table, trunk_len, depth, None if on_host else step,
-        draft_len, step if on_host else 0, scale, softcap or 0.0, window or 0, chosen, out, workspace,
+        query, key_pages, value_pages, page_table, trunk_len.contiguous(), depth.contiguous(),
+        None if on_host else step, draft_len, step if on_host else 0, scale, softcap or 0.0,
+        window or 0, chosen, out, workspace,
     )  # fmt: skip
     return out
 
 
 def _tree_attention(
-    query, key_pages, value_pages, page_table, trunk_len, depth, device_step, draft_len, step, scale,
-    softcap, window, impl, out, workspace,
+    query, key_pages, value_pages, page_table, trunk_len, depth, device_step, draft_len, step,
+    scale, softcap, window, impl, out, workspace,
 ) -> None:  # fmt: skip
     step = step if device_step is None else device_step
     if impl == "triton":

@@ -1,4 +1,4 @@
-"""Kernels of tree attention: one tile of branches x group heads per KV head, split over the keys."""
+"""Kernels of tree attention: a tile of branches x group heads, split over the keys."""
 
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ def _tree_attention_kernel(
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (B * Hkv * row_blocks, splits): BLOCK_R rows (branch, group head) over a share of the keys.
-    Writes their output, or with SPLIT the share's normalised output and log-sum (-inf: not written)."""
+    """Grid (B * Hkv * row_blocks, splits): BLOCK_R rows (branch, group head), a share of the keys.
+    Writes their output; with SPLIT the share's own and its log-sum (-inf: nothing written)."""
+    PADDED: tl.constexpr = HEAD_DIM != BLOCK_D
     block = tl.program_id(0) % row_blocks
     head = tl.program_id(0) // row_blocks % kv_heads
     request = (tl.program_id(0) // row_blocks // kv_heads).to(tl.int64)
@@ -98,7 +99,12 @@ def _tree_attention_kernel(
     q = tl.load(
         query_ptr + q_offset[:, None] + d[None, :], mask=used[:, None] & in_head[None, :], other=0.0
     )
-    top = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    table_ptr += request * table_stride_b
+    key_ptr += head.to(tl.int64) * k_stride_h * UNIT
+    value_ptr += head.to(tl.int64) * v_stride_h * UNIT
+    sight = tl.where(used, trunk + depth, -1)  # the last trunk or chain slot a row sees
+    owned = tl.where(used, branch, -1)
+    top = tl.full([BLOCK_R], -1e30, tl.float32)  # finite: no NaN while nothing has been seen
     total = tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
 
@@ -113,41 +119,37 @@ def _tree_attention_kernel(
             owner = own % branches
             # Keys of unused branches may never have been written: not read.
             needed |= tl.load(depth_ptr + request * branches + owner, mask=is_own, other=-1) >= 0
-        page = tl.load(table_ptr + request * table_stride_b + slot // PAGE, mask=needed, other=0)
-        page = page.to(tl.int64)
-        in_page = slot % PAGE
-        k_offset = (page * k_stride_p + in_page * k_stride_s + head * k_stride_h) * UNIT
+        page = tl.load(table_ptr + slot // PAGE, mask=needed, other=0).to(tl.int64)
+        k_row = key_ptr + (page * k_stride_p + slot % PAGE * k_stride_s) * UNIT
         k = tl.load(
-            key_ptr + k_offset[None, :] + d[:, None],
-            mask=needed[None, :] & in_head[:, None],
+            k_row[None, :] + d[:, None],
+            mask=needed[None, :] & in_head[:, None] if PADDED else needed[None, :],
             other=0.0,
         )
         score = tl.dot(q, k, input_precision=PRECISION) * scale_log2
         if SOFTCAP:
             score = softcap_log2 * (1.0 - 2.0 / (tl.exp(2.0 * score) + 1.0))
 
-        seen = slot[None, :] <= trunk + depth[:, None]
+        seen = slot[None, :] <= sight[:, None]
         key_position = slot[None, :]
         if TREE:
-            mine = is_own[None, :] & (owner[None, :] == branch[:, None])
+            mine = is_own[None, :] & (owner[None, :] == owned[:, None])
             seen |= mine
             if WINDOW:
-                key_position = tl.where(
-                    mine, trunk + depth[:, None] + 1 + own[None, :] // branches, key_position
-                )
+                own_position = sight[:, None] + 1 + own[None, :] // branches
+                key_position = tl.where(mine, own_position, key_position)
         if WINDOW:
             seen &= key_position > position[:, None] - window
-        score = tl.where(seen & used[:, None], score, float("-inf"))
+        score = tl.where(seen, score, float("-inf"))
 
         new_top = tl.maximum(top, tl.max(score, 1))
-        anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weight = tl.exp2(score - anchor[:, None])
-        fade = tl.exp2(top - anchor)
+        weight = tl.exp2(score - new_top[:, None])
+        fade = tl.exp2(top - new_top)
         total = total * fade + tl.sum(weight, 1)
-        v_offset = (page * v_stride_p + in_page * v_stride_s + head * v_stride_h) * UNIT
+        v_row = value_ptr + (page * v_stride_p + slot % PAGE * v_stride_s) * UNIT
         v = tl.load(
-            value_ptr + v_offset[:, None] + d[None, :],
-            mask=needed[:, None] & in_head[None, :],
+            v_row[:, None] + d[None, :],
+            mask=needed[:, None] & in_head[None, :] if PADDED else needed[:, None],
             other=0.0,
         )
         acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
@@ -159,7 +161,7 @@ def _tree_attention_kernel(
     written = branch < branches
     if SPLIT:
         out_row += split.to(tl.int64) * batch * branches * (kv_heads * GROUP)
-        lse = top + tl.log2(tl.where(total > 0.0, total, 1.0))  # -inf where nothing was seen
+        lse = tl.where(total > 0.0, top + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
         tl.store(lse_ptr + out_row, lse, mask=written)
         written &= total > 0.0
     tl.store(
@@ -180,7 +182,7 @@ def _tree_attention_merge_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid (rows,): the exact softmax over all shares of one (request, branch, head). Writes out."""
+    """Grid (rows,): the softmax over all shares of one (request, branch, head). Writes out."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     split = tl.arange(0, BLOCK_S)

@@ -22,7 +22,6 @@ class TreeAttentionConfig:
     block_keys: int
     splits: int
     num_warps: int
-    num_stages: int = 2
 
 
 def tree_attention_config(
@@ -30,18 +29,21 @@ def tree_attention_config(
 ) -> TreeAttentionConfig:
     """For `rows` = M * group heads, `programs` = B * Hkv, and `capacity` slots a request may hold.
 
-    All rows share one tile where registers allow it, as each tile reads the trunk once. A share has at
-    least 4 keys a row, so that its partial result costs less than the keys it reads.
+    All rows share one tile where registers allow it, as each tile reads the trunk once. A share has
+    at least 4 keys a row, so that its partial result costs less than the keys it reads.
     """
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = max(64, triton.next_power_of_2(head_dim))
+    # float32 is computed without tensor cores, from registers: smaller tiles, more threads.
     wide = dtype == torch.float32
-    most = max(16, (8192 if wide else 32768) // max(block_d, 64))
-    block_rows = min(max(16, triton.next_power_of_2(rows)), most, 64 if wide else 256)
-    block_keys = 32 if wide or block_rows * block_d >= 32768 else 64
+    most = 4096 // block_d if wide else 64 if block_d == 256 else 128 if rows > 256 else 256
+    block_rows = min(max(32 if wide else 16, triton.next_power_of_2(rows)), most)
+    full = block_rows * block_d >= 32768
+    block_keys = 16 if wide or full else 32 if block_d == 256 else 64
+    num_warps = 8 if wide or block_d == 256 or block_rows > 64 else 4
     row_blocks = triton.cdiv(rows, block_rows)
     least = max(128, triton.next_power_of_2(4 * min(rows, block_rows)))
     splits = min(_PROGRAMS // (programs * row_blocks), capacity // least)
-    return TreeAttentionConfig(block_rows, block_keys, max(1, splits), 8 if block_rows > 64 else 4)
+    return TreeAttentionConfig(block_rows, block_keys, max(1, splits), num_warps)
 
 
 def _config(
@@ -56,7 +58,7 @@ def _config(
 def tree_attention_workspace(
     query: torch.Tensor, key_pages: torch.Tensor, page_table: torch.Tensor
 ) -> int:
-    """Elements of the float32 `workspace` that `tree_attention` needs for tensors of these shapes."""
+    """Elements of the float32 `workspace` of `tree_attention` for tensors of these shapes."""
     splits = _config(query, key_pages, page_table).splits
     return 0 if splits == 1 else splits * (query.numel() + query[..., 0].numel())
 
@@ -130,7 +132,6 @@ def _tree_attention_launch(
             SPLIT=split,
             PRECISION="ieee",
             num_warps=config.num_warps,
-            num_stages=config.num_stages,
         )
         if split:
             _tree_attention_merge_kernel[(total,)](
@@ -157,6 +158,7 @@ def compile_cases() -> list[tuple[str, object, dict[str, str], dict[str, object]
         ("tree-M24-G4-D256-softcap-window", 24, 4, 256, torch.float16, True, True, True),
         ("tree-M16-G1-D80", 16, 1, 80, torch.float16, True, False, False),
         ("tree-M20-G3-D64", 20, 3, 64, torch.float32, True, True, True),
+        ("verify-G4-D128", 5, 4, 128, torch.float32, False, True, False),
         ("prefill-G4-D128", 512, 4, 128, torch.bfloat16, False, False, False),
     ):
         config = tree_attention_config(branches * group, 8, 8192, head_dim, dtype)

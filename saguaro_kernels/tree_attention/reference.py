@@ -19,7 +19,7 @@ class _Block:
     first: int
     last: int
     rows: slice | torch.Tensor
-    """Rows of pages.flatten(0, 1): a view where they are neighbours. Rows nobody sees are left out."""
+    """Rows of pages.flatten(0, 1), a slice where they are neighbours; none that nobody sees."""
     slots: torch.Tensor
     mask: torch.Tensor | None
     """[queries, rows] added to the scores; None: large, made when needed."""
@@ -27,7 +27,7 @@ class _Block:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What follows from the lengths alone: made once per forward on the CPU, used by every layer."""
+    """What follows from the lengths alone: made once per forward, used by every layer."""
 
     trunk: list[int]
     depth: torch.Tensor
@@ -73,7 +73,7 @@ def attention_plan(
     window: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> AttentionPlan:
-    """Plan the reference's reads for queries of `dtype`; every layer of the forward may share it."""
+    """Plan the reference's reads for queries of `dtype`; all layers of a forward share it."""
     plan = AttentionPlan(
         trunk_len.tolist(), depth.long(), draft_len, int(step), window, dtype, blocks=[]
     )
