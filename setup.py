@@ -51,7 +51,7 @@ setup(
         "test": TEST,
         "bench": BENCH,
         "flash": ["flash-attn>=2.7"],
-        "dev": [*TEST, *DEMO, *BENCH, "ruff>=0.12", "mypy>=1.15"],
+        "dev": [*TEST, *DEMO, *BENCH, "ruff>=0.17,<0.18", "mypy>=1.15"],
     },
     entry_points={"console_scripts": ["saguaro = saguaro_runtime.cli:main"]},
     classifiers=[

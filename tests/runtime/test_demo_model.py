@@ -244,6 +244,22 @@ def test_what_a_killed_run_left_is_swept_up(pip: tiny_gguf.FakePip, tmp_path: Pa
     assert leftovers(tmp_path / "cache") == sorted([Path(target).name, Path(draft).name])
 
 
+@pytest.mark.real
+def test_real_pair_is_converted_right() -> None:
+    target, draft = load_pair()
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    model = AutoModelForCausalLM.from_pretrained(target)
+    assert (model.config.num_hidden_layers, model.config.vocab_size) == (30, 49152)
+    assert AutoConfig.from_pretrained(draft).num_hidden_layers == 4
+    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
+    with torch.no_grad():
+        best = model(ids).logits[0, -1].argmax()
+    assert tokenizer.decode([best]) == " Paris"
+    assert tokenizer.eos_token == "<|im_end|>"
+    text = "Digits 2024, tabs\tand é: one two"
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
 def test_default_cache_follows_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
