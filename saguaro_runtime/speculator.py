@@ -100,14 +100,17 @@ class Speculator:
         self._turn = turn
         return hit
 
-    def look_ahead(self) -> None:
-        """Draft a branch for each likely outcome of the chains handed out last."""
+    def look_ahead(self, *, late: bool = False) -> None:
+        """Draft a branch for each likely outcome of the chains handed out last.
+
+        late: the next turn has come already; feed what the keys need and leave the branches.
+        """
         turn = self._turn
         if turn is None:
             return
         with self.timeline.span("look_ahead"):
             self._feed_last(turn)
-            if self.branches:
+            if self.branches and not late:
                 self._draft_branches(turn)
 
     def _promote(self, turn: Turn, branch: torch.Tensor) -> None:

@@ -51,7 +51,7 @@ class ProcessLane:
             ConfigError: the model cannot be sent to another process.
         """
         self.off: str | None = None
-        self._timeout_s, self._ready, self._late = timeout_s, False, False
+        self._timeout_s, self._ready, self._unanswered = timeout_s, False, 0
         self._spans: list[Span] = []
         sizes = ((rows,), speculator["draft_len"], vocab_size, dtype)
         arena = Arena(_store_bytes(*sizes))
@@ -107,17 +107,15 @@ class ProcessLane:
             name: value.numpy() if isinstance(value := getattr(turn, name), torch.Tensor) else value
             for name in turn_fields()
         }
+        while self._unanswered and self._answer(0.0) is not None:
+            pass
+        # A draft that is still at an earlier turn is not waited for again until it has caught up.
+        timeout_s = 0.0 if self._unanswered else self._timeout_s
         self._send(("turn", arrays))
-        # A draft that was late once is not waited for again until it has caught up.
-        answer = self._receive(0.0 if self._late else self._timeout_s)
-        while answer is not None and answer[:2] != ("chain", turn.number):
-            if answer[0] == "chain":
-                self._spans.extend(answer[3])
-            answer = self._receive(0.0)
-        self._late = answer is None
-        if answer is None:
+        self._unanswered += 1
+        answer = self._answer(timeout_s)
+        if answer is None or answer[1] != turn.number:
             return None
-        self._spans.extend(answer[3])
         hit = torch.from_numpy(answer[2])
         if hit.shape != turn.rows.shape or hit.dtype != torch.bool or not self._legal(turn):
             self._lose("the draft process sent a chain that cannot be")
@@ -125,13 +123,10 @@ class ProcessLane:
         return Reply(hit)
 
     def spans(self) -> list[Span]:
-        if not self.off and self._ready:
+        if not self._unanswered:
             self._send(("spans",))
             answer = self._receive(self._timeout_s)
-            while answer is not None and answer[0] != "spans":
-                answer = self._receive(self._timeout_s)
-            if answer is not None:
-                self._spans.extend(answer[1])
+            self._spans.extend(answer[1] if answer else [])
         spans, self._spans = self._spans, []
         return spans
 
@@ -153,7 +148,17 @@ class ProcessLane:
         try:
             self._connection.send(message)
         except _LOST:
+            # What it said last tells more than that it is gone.
+            self._receive(0.0)
             self._lose()
+
+    def _answer(self, timeout_s: float) -> Any:
+        """The answer to the oldest turn that has none, or None; its spans are kept."""
+        answer = self._receive(timeout_s)
+        if answer is not None:
+            self._unanswered -= 1
+            self._spans.extend(answer[3])
+        return answer
 
     def _receive(self, timeout_s: float) -> Any:
         """The next answer, or None: too late, or no more."""
@@ -173,7 +178,7 @@ class ProcessLane:
 
     def _lose(self, reason: str | None = None) -> None:
         self._end()
-        self.off = reason or f"the draft process ended (exit code {self._process.returncode})"
+        self.off = self.off or reason or f"the draft process ended (exit code {self._process.returncode})"
 
 
 def _store_bytes(*sizes: Any) -> int:

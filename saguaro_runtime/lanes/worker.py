@@ -65,7 +65,7 @@ def _serve(connection: Connection) -> None:
             )
             hit = speculator.next_chain(turn)
             connection.send(("chain", turn.number, hit.numpy(), speculator.timeline.drain()))
-            speculator.look_ahead()
+            speculator.look_ahead(late=connection.poll())
         elif kind == "admit":
             speculator.admit(payload[0])
         elif kind == "release":

@@ -1,0 +1,192 @@
+"""A drafter that is slow, dead or wrong costs speed, never tokens; nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import scripts
+import torch
+
+from saguaro_runtime import ConfigError, Engine, EngineConfig, SaguaroError, SamplingParams
+from saguaro_runtime.models.scripted import ScriptedModel
+
+P = scripts.random_law(5, seed=1)
+Q = scripts.random_law(5, seed=2, near=P)
+GREEDY = SamplingParams(max_new_tokens=60, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[int]:
+    with scripts.engine(scripts.model(P), None, method="ar") as engine:
+        return engine.generate([1, 2], GREEDY)[0].token_ids
+
+
+def _steps(engine: Engine, count: int):
+    request = engine.add([1, 2], GREEDY)
+    for _ in range(count):
+        engine.step()
+    return request
+
+
+def _finish(engine: Engine, request) -> list[int]:
+    while request.finish_reason is None:
+        engine.step()
+    return request.token_ids
+
+
+def test_a_killed_draft_process_leaves_the_text(wanted: list[int], no_leaks: None) -> None:
+    with scripts.engine(scripts.model(P), scripts.model(Q), lane="process") as engine:
+        request = _steps(engine, 4)
+        os.kill(engine.lane.pid, signal.SIGKILL)
+        assert _finish(engine, request) == wanted
+        assert "draft process ended (exit code -9)" in engine.stats()["speculation"]
+        assert engine.generate([1, 2], GREEDY)[0].token_ids == wanted
+
+
+def test_a_stalled_draft_process_is_not_waited_for_twice(
+    wanted: list[int], no_leaks: None
+) -> None:
+    slow = ScriptedModel(Q, extend_s=0.4)
+    with scripts.engine(
+        scripts.model(P), slow, lane="process", draft_timeout_s=0.1, branches=2
+    ) as engine:
+        start = time.monotonic()
+        assert _finish(engine, _steps(engine, 1)) == wanted
+        assert time.monotonic() - start < 3
+        assert engine.stats()["speculation"] == "on"
+
+
+def test_a_draft_that_was_late_catches_up(wanted: list[int], no_leaks: None) -> None:
+    with scripts.engine(
+        scripts.model(P, extend_s=0.02), scripts.model(Q), lane="process", draft_timeout_s=0.2
+    ) as engine:
+        request = _steps(engine, 3)
+        os.kill(engine.lane.pid, signal.SIGSTOP)
+        for _ in range(3):
+            engine.step()
+        os.kill(engine.lane.pid, signal.SIGCONT)
+        assert _finish(engine, request) == wanted
+        sources = [its.source for its in request.rounds]
+        assert "undrafted" in sources[3:] and sources[-1] == "hit"
+
+
+class _Garbage(ScriptedModel):
+    """Sends ids that no vocabulary has."""
+
+    def decode_tree(self, *args, **options):
+        logits = super().decode_tree(*args, **options)
+        return torch.full_like(logits, float("nan"))
+
+
+def test_nan_logits_of_the_draft_leave_the_text(wanted: list[int]) -> None:
+    with scripts.engine(scripts.model(P), _Garbage(Q)) as engine:
+        assert engine.generate([1, 2], GREEDY)[0].token_ids == wanted
+        sampled = engine.generate([1, 2], scripts.sampled(1, 50))[0]
+        assert sampled.finish_reason == "length" and len(sampled.token_ids) == 50
+
+
+def test_nan_logits_of_the_target_end_the_request() -> None:
+    target = scripts.model(P)
+    with scripts.engine(target, scripts.model(Q)) as engine:
+        request, other = engine.add([1, 2], GREEDY), engine.add([3, 4], GREEDY)
+        engine.step()
+        target.logits[request.last] = float("nan")
+        target.logits[:] = float("nan")
+        while other.finish_reason is None:
+            engine.step()
+        assert request.finish_reason == other.finish_reason == "error"
+        assert len(request.token_ids) == 1
+
+
+def test_wrong_chains_in_shared_memory_turn_speculation_off(wanted: list[int]) -> None:
+    with scripts.engine(scripts.model(P), scripts.model(Q), lane="process") as engine:
+        lane, receive = engine.lane, engine.lane._receive
+
+        def corrupt(timeout_s: float):
+            answer = receive(timeout_s)
+            if answer and answer[0] == "chain" and answer[1] > 5:
+                lane.chain.tokens.fill_(10**9)
+            return answer
+
+        lane._receive = corrupt
+        assert engine.generate([1, 2], GREEDY)[0].token_ids == wanted
+        assert "cannot be" in engine.stats()["speculation"]
+
+
+def test_a_draft_that_cannot_start_says_why(no_leaks: None) -> None:
+    class Local(ScriptedModel):
+        pass
+
+    with pytest.raises(ConfigError, match="another process"):
+        scripts.engine(scripts.model(P), Local(Q), lane="process")
+    broken = scripts.model(Q)
+    broken.logits = "not a tensor"
+    engine = scripts.engine(scripts.model(P), broken, lane="process")
+    with engine:
+        assert len(engine.generate([1, 2], GREEDY)[0].token_ids) == 60
+        assert "draft process failed" in engine.stats()["speculation"]
+
+
+def test_missing_models_are_named() -> None:
+    with pytest.raises(ConfigError, match="draft: got None"):
+        Engine(scripts.model(P), None, EngineConfig(impl="reference"))
+    with pytest.raises(SaguaroError, match="no/such/folder"):
+        Engine("no/such/folder", None, EngineConfig(method="ar"))
+
+
+_SCRIPT = """
+    import torch
+    from saguaro_runtime import Engine, EngineConfig, SamplingParams
+    from saguaro_runtime.models.scripted import ScriptedModel
+    law = torch.softmax(torch.randn(25, 5), -1)
+    target = ScriptedModel(law, extend_s=0.05)
+    engine = Engine(target, ScriptedModel(law), EngineConfig(lane="process", impl="reference"))
+    print(engine.lane.pid, flush=True)
+    with engine:
+        engine.generate([1, 2], SamplingParams(max_new_tokens=400))
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_orphans_when_the_engine_is_stopped(how: signal.Signals) -> None:
+    """A script without `if __name__ == "__main__"`, stopped from outside while it decodes."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(_SCRIPT)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        start_new_session=True,
+    )
+    drafter = int(process.stdout.readline())
+    time.sleep(0.3)
+    os.killpg(process.pid, how) if how is signal.SIGINT else process.send_signal(how)
+    process.communicate(timeout=20)
+    assert process.returncode != 0
+    deadline = time.monotonic() + 5
+    while _alive(drafter):
+        assert time.monotonic() < deadline, "the draft process outlived the engine"
+        time.sleep(0.05)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_close_twice_and_use_after() -> None:
+    threads = torch.get_num_threads()
+    engine = scripts.engine(scripts.model(P), scripts.model(Q), lane="process")
+    engine.close()
+    engine.close()
+    assert torch.get_num_threads() == threads
+    assert len(engine.generate([1, 2], GREEDY)[0].token_ids) == 60
