@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from . import distribution
+from .cache.kernels import _cache_insert, _cache_lookup
 from .distribution import RowStats, Sampling
 from .promotion import _promote_branch
 from .tree import _chain_layout, _tree_layout
@@ -97,4 +98,18 @@ _register(
     "str rule, str impl, Tensor(a!) num_accepted, Tensor(b!) output, Tensor(c!) status, "
     "Tensor(d!) workspace) -> ()",
     _verify,
+)
+
+_register(
+    "cache_insert(Tensor(a!) buckets, Tensor(b!) key_rows, Tensor(c!) dropped, Tensor uid, "
+    "Tensor base, Tensor accepted, Tensor extra, Tensor slot, Tensor? device_generation, "
+    "int generation, int max_probes, str impl) -> ()",
+    _cache_insert,
+)
+
+_register(
+    "cache_lookup(Tensor buckets, Tensor key_rows, Tensor tokens, Tensor uid, Tensor base, "
+    "Tensor accepted, Tensor extra, Tensor? device_generation, int generation, int max_probes, "
+    "str impl, Tensor(a!) hit, Tensor(b!) slot, Tensor(c!) out) -> ()",
+    _cache_lookup,
 )
