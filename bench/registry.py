@@ -57,8 +57,8 @@ def register(case: Case) -> Case:
 
 
 def shape_id(shape: Shape) -> str:
-    """A shape in one word: B1-K7-V128256-T0.7."""
-    return "-".join(f"{key}{value}" for key, value in shape.items())
+    """A shape in one word: B1-K7-V128256-T0.7-block."""
+    return "-".join(v if isinstance(v, str) else f"{key}{v}" for key, v in shape.items())
 
 
 def select(name: str) -> list[Case]:
