@@ -24,7 +24,7 @@ Source: top-p Holtzman et al. 1904.09751; min-p Nguyen et al. 2407.01082; C is D
 from __future__ import annotations
 
 from .contract import MIN_TEMPERATURE, PAD, RowStats, Sampling, Status
-from .kernels import _clean, _is_within, _row_log_prob
+from .rows import _clean, _is_within, _row_log_prob
 from .reference import (
     clean_reference,
     cutoff_reference,
