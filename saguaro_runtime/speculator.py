@@ -85,6 +85,7 @@ class Speculator:
             turn.base - turn.accepted - 1,
             turn.accepted,
             turn.last,
+            impl=self.impl,
         )
         hit = found.hit & (turn.accepted >= 0)
         branch = torch.where(hit, found.slot % max(self.branches, 1), PAD).to(torch.int32)
@@ -200,6 +201,7 @@ class Speculator:
             depth[used],
             extra[used],
             slot[used].to(torch.int32),
+            impl=self.impl,
         )
 
     def _feed(

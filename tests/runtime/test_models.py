@@ -1,0 +1,201 @@
+"""transformers models behind the engine: the same text and the same logits as their own forward."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import scripts
+import torch
+import transformers
+
+from saguaro_runtime import ConfigError, SamplingParams, UnsupportedError
+from saguaro_runtime.models.transformers import (
+    SHARED_EMBEDDINGS,
+    TransformersModel,
+    load_draft,
+    load_model,
+)
+
+SIZES = {"vocab_size": 61, "max_position_embeddings": 256}
+FAMILIES = {
+    "llama": lambda: transformers.LlamaConfig(
+        hidden_size=48, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=6, num_key_value_heads=2, **SIZES,
+    ),
+    "qwen2": lambda: transformers.Qwen2Config(
+        hidden_size=48, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, **SIZES,
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(
+        hidden_size=48, intermediate_size=64, num_hidden_layers=2, head_dim=16,
+        num_attention_heads=4, num_key_value_heads=2, **SIZES,
+    ),
+    "mistral-window": lambda: transformers.MistralConfig(
+        hidden_size=48, intermediate_size=64, num_hidden_layers=2, sliding_window=8,
+        num_attention_heads=4, num_key_value_heads=2, **SIZES,
+    ),
+    "gemma2-softcap": lambda: transformers.Gemma2Config(
+        hidden_size=48, intermediate_size=64, num_hidden_layers=2, head_dim=16, sliding_window=8,
+        num_attention_heads=4, num_key_value_heads=2, query_pre_attn_scalar=16, **SIZES,
+    ),
+    "gpt2": lambda: transformers.GPT2Config(
+        n_embd=48, n_layer=2, n_head=4, vocab_size=61, n_positions=256,
+    ),
+    "gpt-neox": lambda: transformers.GPTNeoXConfig(
+        hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, **SIZES,
+    ),
+    "opt": lambda: transformers.OPTConfig(
+        hidden_size=48, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
+        word_embed_proj_dim=48, **SIZES,
+    ),
+    "phi": lambda: transformers.PhiConfig(
+        hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, **SIZES,
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(
+        hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_local_experts=4,
+        num_attention_heads=4, num_key_value_heads=2, **SIZES,
+    ),
+}  # fmt: skip
+PROMPTS = [[5, 6, 7], [1], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12], [40] * 20, [3, 1]]
+
+
+def tiny(family: str = "llama", seed: int = 0, scale: float = 4.0) -> transformers.PreTrainedModel:
+    """A random model whose next tokens are far from uniform, so that ties are rare."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]())
+    model.get_output_embeddings().weight.data.mul_(scale)
+    model.generation_config.eos_token_id = None
+    model.config.eos_token_id = None
+    return model.eval()
+
+
+def own_greedy(model: transformers.PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_is_that_of_generate(family: str) -> None:
+    target, draft = tiny(family), tiny(family, seed=1)
+    before = target.config._attn_implementation
+    with scripts.engine(target, draft, k=3, branches=6, max_batch=3) as engine:
+        outputs = engine.generate(PROMPTS, SamplingParams(max_new_tokens=24))
+    assert [o.token_ids for o in outputs] == [own_greedy(target, p, 24) for p in PROMPTS]
+    assert target.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_draft_equal_to_target_is_always_accepted(family: str) -> None:
+    """The keys of trunk, chain and branches are those of a plain forward, hit after hit."""
+    model = tiny(family)
+    with scripts.engine(model, model, k=3, branches=6, max_batch=3) as engine:
+        engine.generate(PROMPTS, SamplingParams(max_new_tokens=60))
+        stats = engine.stats()
+    assert stats["accepted"] == stats["drafted"] > 0
+    assert stats["hits"] > stats["misses"]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2-softcap"])
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_ssd_equals_sd_when_sampling(family: str, rule: str) -> None:
+    target, draft = tiny(family, scale=1.5), tiny(family, seed=1, scale=1.5)
+    params = [scripts.sampled(seed, 24, temperature=0.8, top_k=20) for seed in range(len(PROMPTS))]
+    texts = []
+    for method in ("sd", "ssd"):
+        with scripts.engine(target, draft, method=method, rule=rule, max_batch=3) as engine:
+            texts.append([o.token_ids for o in engine.generate(PROMPTS, params)])
+    assert texts[0] == texts[1]
+
+
+def test_logits_of_every_round_equal_a_fresh_forward() -> None:
+    """300 rounds, draft = target: what target and draft computed piecewise is one forward's logits."""
+    model = tiny()
+    seen: dict[str, dict[int, torch.Tensor]] = {"target": {}, "draft": {}}
+    with scripts.engine(model, model, k=2, branches=4, max_batch=1, max_tokens=2048) as engine:
+        speculator, verifier = engine.lane.speculator, engine.verifier
+        verify = verifier.verify
+
+        def record(turn, draft, keys):
+            base, count = int(turn.base[0]), int(draft.num_draft[0])
+            for offset in range(count + 1):
+                seen["draft"][base + offset] = speculator.chain.logits[0, offset].clone()
+            forward = verifier.model.extend
+
+            def extend(rows, tokens, trunk_len):
+                logits = forward(rows, tokens, trunk_len)
+                for offset in range(count + 1):
+                    seen["target"][base + offset] = logits[0, offset].clone()
+                return logits
+
+            verifier.model.extend = extend
+            try:
+                return verify(turn, draft, keys)
+            finally:
+                verifier.model.extend = forward
+
+        verifier.verify = record
+        output = engine.generate([5, 6, 7], SamplingParams(max_new_tokens=240))[0]
+        stats = engine.stats()
+    assert stats["accepted"] == stats["drafted"] and stats["hits"] > 20
+    text = torch.tensor([[5, 6, 7, *output.token_ids]])
+    with torch.no_grad():
+        fresh = model(text).logits[0]
+    for side in seen.values():
+        for position, logits in side.items():
+            if 3 <= position <= text.shape[1]:
+                assert torch.allclose(logits, fresh[position - 1], atol=1e-4), position
+
+
+def test_prompt_up_to_the_models_length() -> None:
+    model = tiny("gpt2")
+    for spare in (1, 2, 3, 4, 5):
+        prompt = [index % 61 for index in range(256 - spare)]
+        with scripts.engine(model, tiny("gpt2", 1), k=3, max_batch=1) as engine:
+            output = engine.generate(prompt, SamplingParams(max_new_tokens=50))[0]
+        assert output.token_ids == own_greedy(model, prompt, spare)
+        assert output.finish_reason == "length"
+    with (
+        scripts.engine(model, model, max_batch=1) as engine,
+        pytest.raises(ConfigError, match="256"),
+    ):
+        engine.generate([1] * 256)
+
+
+def test_a_draft_folder_can_borrow_the_targets_embedding(tmp_path: Path) -> None:
+    target, source = tiny(), tiny(seed=1)
+    target.config.tie_word_embeddings = source.config.tie_word_embeddings = True
+    target.tie_weights()
+    source.save_pretrained(tmp_path, safe_serialization=True)
+    config = json.loads((tmp_path / "config.json").read_text()) | {SHARED_EMBEDDINGS: True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(tmp_path / "model.safetensors")
+    kept = {name: value for name, value in weights.items() if "embed" not in name and "head" not in name}
+    save_file(kept, tmp_path / "model.safetensors")
+    draft = load_draft(str(tmp_path), target)
+    assert draft.get_input_embeddings().weight is target.get_input_embeddings().weight
+    assert torch.equal(draft.model.norm.weight, source.model.norm.weight)
+    with scripts.engine(target, str(tmp_path), lane="process", max_batch=1) as engine:
+        text = engine.generate([5, 6, 7], SamplingParams(max_new_tokens=20))[0].token_ids
+    assert text == own_greedy(target, [5, 6, 7], 20)
+
+
+@pytest.mark.parametrize("name", ["BloomConfig", "FalconConfig"])
+def test_models_outside_the_attention_interface_are_refused_by_name(name: str) -> None:
+    config = getattr(transformers, name)(
+        hidden_size=32, n_layer=2, num_hidden_layers=2, n_head=4, num_attention_heads=4, vocab_size=61
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UnsupportedError, match=name.removesuffix("Config")):
+        TransformersModel(model, rows=1, tokens=64)
+
+
+def test_missing_folder() -> None:
+    with pytest.raises(ConfigError, match="no/such"):
+        load_model("no/such")
