@@ -78,6 +78,8 @@ class Engine:
         with torch.no_grad():
             self._admit()
             turn = self.scheduler.turn()
+            if turn is None:
+                return []
             reply = self.lane.next_chain(turn) if self.lane else None
             store = self.lane.chain if self.lane and reply else self._undrafted
             draft = store.draft(turn.rows, self.scheduler.sampling(turn))

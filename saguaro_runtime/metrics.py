@@ -8,7 +8,11 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+Source = Literal["first", "asked", "hit", "miss"]
+"""Why a round had the chain it had: a request's first round, which has none; a chain drafted on demand,
+where nothing is prepared; the outcome before it was prepared; or it could have been and was not."""
 
 _KEPT_SPANS = 200_000
 
@@ -89,8 +93,8 @@ def trace_events(spans: list[Span]) -> str:
 class Counts:
     """Sums over rounds and rows; one per request and one per engine.
 
-    A round *asks* when a branch could have been prepared for its outcome; hits + misses = asks.
-    tokens_after, rounds_after: tokens and rounds whose chain came from a hit, a miss or neither.
+    hits + misses = the rounds that asked for a prepared chain.
+    tokens_after, rounds_after: accepted + 1 and rounds, by where their chain came from.
     """
 
     rounds: int = 0
@@ -105,7 +109,7 @@ class Counts:
     tokens_after: dict[str, int] = field(default_factory=dict)
     rounds_after: dict[str, int] = field(default_factory=dict)
 
-    def add_round(self, drafted: int, accepted: int, committed: int, source: str) -> None:
+    def add_round(self, drafted: int, accepted: int, committed: int, source: Source) -> None:
         """A round of one row; fewer than accepted + 1 tokens are committed where it ends the text."""
         self.rounds += 1
         self.tokens += committed

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from saguaro_kernels.errors import ConfigError
 
-from .metrics import Counts
+from .metrics import Counts, Source
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Prompt = str | Sequence[int]
@@ -62,15 +62,12 @@ def _require(name: str, got: object, wanted: str, good: bool) -> None:
 
 
 class Round(NamedTuple):
-    """One round of a request: tokens committed before it, drafted for it, committed by it.
-
-    source: where its chain came from, "hit", "redraft" or "undrafted".
-    """
+    """One round of a request: tokens committed before it, drafted for it, committed by it, its Source."""
 
     base: int
     drafted: int
     committed: int
-    source: str
+    source: Source
 
 
 @dataclass(frozen=True)

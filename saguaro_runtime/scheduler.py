@@ -13,7 +13,7 @@ from saguaro_kernels.verification import Draft, Verdict
 
 from .build import Built
 from .config import EngineConfig
-from .metrics import Counts
+from .metrics import Counts, Source
 from .policy import retry_length
 from .requests import Prompt, Request, Round, SamplingParams, TextStream
 from .round import Admission, RowTable, Turn
@@ -67,8 +67,10 @@ class Scheduler:
             admissions.append(Admission(request.row, request.prompt, request.params, slots))
         return admissions
 
-    def turn(self) -> Turn:
-        """The outcomes of all running rows, for the drafter."""
+    def turn(self) -> Turn | None:
+        """The outcomes of all running rows, for the drafter; None where nothing runs."""
+        if not self._running:
+            return None
         self._round += 1
         requests = [self._running[row] for row in sorted(self._running)]
         room = [min(self.config.draft_len, self.built.max_length - r.length) for r in requests]
@@ -99,17 +101,17 @@ class Scheduler:
         tokens, status = verdict.tokens.tolist(), verdict.status.tolist()
         for index, row in enumerate(turn.rows.tolist()):
             request, count = self._running[row], accepted[index]
-            found, before = None if hit is None else bool(hit[index]), request.length
+            found, before = hit is not None and bool(hit[index]), request.length
             if status[index] in _BROKEN:
                 request.finish_reason = "error"
             else:
                 request.commit(tokens[index][: count + 1])
-            source = "undrafted" if not drafted[index] else "hit" if found else "redraft"
+            source = self._source(row, found)
             committed = request.length - before
             request.rounds.append(Round(before, drafted[index], committed, source))
             for counts in (self.counts, request.counts):
-                if self.config.fan_out and self._accepted[row] >= 0:
-                    counts.add_lookup(self._accepted[row], bool(found))
+                if source in ("hit", "miss"):
+                    counts.add_lookup(self._accepted[row], source == "hit")
                 counts.add_round(drafted[index], count, committed, source)
             self._accepted[row] = count
             if request.finish_reason is not None:
@@ -130,6 +132,13 @@ class Scheduler:
         """Rows freed since the last call."""
         rows, self._left = self._left, []
         return rows
+
+    def _source(self, row: int, found: bool) -> Source:
+        if self._accepted[row] < 0:
+            return "first"
+        if not self.config.fan_out:
+            return "asked"
+        return "hit" if found else "miss"
 
     def _leave(self, request: Request) -> None:
         del self._running[request.row]

@@ -24,10 +24,11 @@ def random_law(vocab: int, seed: int, near: torch.Tensor | None = None) -> torch
     return torch.softmax(noise * 1.5 if near is None else near.log() + 0.5 * noise, -1)
 
 
-def engine(target: Any, draft: Any, **options: Any) -> Engine:
+def engine(target: Any, draft: Any, *, tokenizer: Any = None, **options: Any) -> Engine:
     """An engine on the torch reference, reproducible unless told otherwise."""
     defaults = {"rule": "token", "k": 3, "branches": 8, "lane": "inline", "reproducible": True}
-    return Engine(target, draft, EngineConfig(**(defaults | {"impl": "reference"} | options)))
+    config = EngineConfig(**(defaults | {"impl": "reference"} | options))
+    return Engine(target, draft, config, tokenizer)
 
 
 def model(law: torch.Tensor, rows: int = 8, **options: Any) -> ScriptedModel:

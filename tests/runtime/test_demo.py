@@ -13,7 +13,8 @@ import pytest
 
 from saguaro_runtime import EngineConfig, SamplingParams, cli, demo, demo_report
 from saguaro_runtime.compare import Comparison
-from saguaro_runtime.demo import Variant, check_texts, measure, plan
+from saguaro_runtime.demo import check_texts, measure
+from saguaro_runtime.demo_report import Variant, plan
 
 STATS = {
     "tokens_per_round": 2.0,
@@ -197,8 +198,23 @@ def test_worst_verdict_is_reported(found: list[str], expected: tuple[str, float]
     assert check(FakePair(), SamplingParams(4), compare=compare) == expected
 
 
-def test_one_method_alone_leaves_nothing_to_compare() -> None:
-    assert check(FakePair(), SamplingParams(4), "--method", "ssd") is None
+def test_one_method_alone_is_not_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = []
+    monkeypatch.setattr(demo, "load", lambda *what: loaded.append(what) or FakePair())
+    line = ["demo", "--json", "--target", "t", "--draft", "d", "--method", "ssd"]
+    assert cli.main([*line, "--dtype", "bfloat16"]) == 0
+    assert loaded == [("t", "d", "bfloat16")]
+    assert json.loads(capsys.readouterr().out)["texts_equal"] is None
+
+
+def test_wrong_options_are_refused_before_anything_is_fetched(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("saguaro_runtime.demo_model.load_pair", lambda: pytest.fail("fetched"))
+    assert cli.main(["demo", "--k", "0"]) == 1
+    assert "k: got 0, want 1..64" in capsys.readouterr().err
 
 
 def report(*line: str, check: Any = ("equal", None)) -> tuple[dict[str, Any], list[Variant]]:
@@ -262,7 +278,6 @@ def test_command_prints_one_json_object(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(demo, "load", lambda *_: FakePair())
-    monkeypatch.setattr(demo, "compare_texts", compare_by_equality)
     line = ["demo", "--json", "--target", "t", "--draft", "d", "--prompt", "x", "--no-check"]
     assert cli.main(line) == 0
     captured = capsys.readouterr()

@@ -1,0 +1,214 @@
+"""Parameters, stops and text: exact wherever a stop falls inside an accepted run."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import scripts
+import torch
+
+from saguaro_runtime import ConfigError, EngineConfig, SamplingParams
+from saguaro_runtime.requests import TextStream
+
+V = 12
+K = 3
+CYCLE = torch.full((V * V, V), 1e-9)
+for _before in range(V):
+    for _last in range(V):
+        CYCLE[_before * V + _last, (_last + 1) % V] = 1.0
+"""Counts upwards: after 1, 2 come 3, 4, 5, .. whatever is drafted."""
+
+
+class Letters:
+    """A tokenizer of one letter per id; id 11 is the first half of a two-byte character, 0 the second."""
+
+    eos_token_id = None
+
+    def decode(self, ids, skip_special_tokens=False) -> str:
+        text, index = "", 0
+        while index < len(ids):
+            if ids[index] == 11:
+                whole = index + 1 < len(ids) and ids[index + 1] == 0
+                text += "é" if whole else "\ufffd"
+                index += 2 if whole else 1
+                continue
+            text += "abcdefghijk"[ids[index]]
+            index += 1
+        return text
+
+    def __call__(self, text: str):
+        ids = ["abcdefghijk".index(letter) for letter in text]
+        return type("Encoding", (), {"input_ids": ids})()
+
+
+def _engine(**options: object):
+    model = scripts.model(CYCLE)
+    engine = scripts.engine(
+        model, scripts.model(CYCLE), **({"k": K, "tokenizer": Letters()} | options)
+    )
+    return engine
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, K, K + 1, K + 2, 11])
+@pytest.mark.parametrize("method", ["ar", "sd", "ssd"])
+def test_max_new_tokens_is_exact(count: int, method: str) -> None:
+    with _engine(method=method) as engine:
+        output = engine.generate([1, 2], SamplingParams(max_new_tokens=count))[0]
+        stats = engine.stats()
+    assert output.token_ids == [(3 + i) % V for i in range(count)]
+    assert output.finish_reason == "length"
+    assert stats["tokens"] == output.metrics["tokens"] == count
+
+
+@pytest.mark.parametrize("offset", range(K + 3))
+def test_stop_id_at_each_offset_of_an_accepted_run(offset: int) -> None:
+    stop = 4 + offset
+    params = SamplingParams(max_new_tokens=20, stop_token_ids=(stop,))
+    with _engine() as engine:
+        output = engine.generate([1, 2], params)[0]
+        streamed = "".join(engine.stream([1, 2], params))
+    assert output.token_ids == list(range(3, stop + 1))
+    assert output.text == streamed == "abcdefghijk"[3:stop]
+    assert output.finish_reason == "stop"
+    assert sum(its.committed for its in output.rounds) == len(output.token_ids)
+
+
+@pytest.mark.parametrize("offset", range(K + 3))
+def test_stop_string_at_each_offset_of_an_accepted_run(offset: int) -> None:
+    stop = "abcdefghijk"[4 + offset : 6 + offset]
+    params = SamplingParams(max_new_tokens=20, stop=("zz", stop))
+    with _engine() as engine:
+        output = engine.generate("bc", params)[0]
+        streamed = "".join(engine.stream("bc", params))
+    assert output.text == streamed == "abcdefghijk"[3 : 4 + offset]
+    assert output.token_ids == list(range(3, 6 + offset))
+    assert output.finish_reason == "stop"
+
+
+def test_a_stop_string_that_stays_half_is_not_held_back_for_ever() -> None:
+    params = SamplingParams(max_new_tokens=3, stop=("fz",))
+    with _engine() as engine:
+        assert engine.generate([1, 2], params)[0].text == "def"
+        assert "".join(engine.stream([1, 2], params)) == "def"
+
+
+def test_characters_of_several_tokens_come_whole() -> None:
+    with _engine() as engine:
+        pieces = list(engine.stream([1, 8], SamplingParams(max_new_tokens=5)))
+        cut = engine.generate([1, 8], SamplingParams(max_new_tokens=3))[0]
+    assert "".join(pieces) == "jkéb" and not any("\ufffd" in piece for piece in pieces)
+    assert cut.text == "jk\ufffd" and cut.token_ids == [9, 10, 11]
+
+
+def test_eos_of_the_tokenizer_ends_the_text_unless_ignored() -> None:
+    tokenizer = Letters()
+    tokenizer.eos_token_id = 6
+    with _engine(tokenizer=tokenizer) as engine:
+        assert engine.generate([1, 2])[0].token_ids == [3, 4, 5, 6]
+        ignoring = SamplingParams(max_new_tokens=6, ignore_eos=True)
+        assert engine.generate([1, 2], ignoring)[0].token_ids == [3, 4, 5, 6, 7, 8]
+
+
+def test_requests_join_and_leave_between_rounds() -> None:
+    """More requests than rows, of different lengths, cancelled at any time: nothing shifts."""
+    with _engine(max_batch=2) as engine:
+        requests = [
+            engine.add([1, start], SamplingParams(max_new_tokens=5 + 3 * start))
+            for start in range(6)
+        ]
+        steps = 0
+        while any(request.finish_reason is None for request in requests):
+            engine.step()
+            steps += 1
+            if steps == 3:
+                engine.cancel(requests[1])
+                engine.cancel(requests[5])
+        engine.step()
+        assert engine.model.held == set() and engine.lane.speculator.model.held == set()
+    for start, request in enumerate(requests):
+        wanted = [(start + 1 + i) % V for i in range(5 + 3 * start)]
+        assert request.token_ids == wanted[: len(request.token_ids)]
+        assert request.finish_reason == ("cancelled" if start in (1, 5) else "length")
+        assert start in (1, 5) or request.token_ids == wanted
+
+
+def test_leaving_a_stream_early_cancels_it() -> None:
+    with _engine() as engine:
+        for _ in engine.stream([1, 2], SamplingParams(max_new_tokens=200)):
+            break
+        assert engine.model.held == set()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new_tokens", "message"),
+    [
+        ([], 5, "no tokens"),
+        ([1, V], 5, "0..11"),
+        ([1, -1], 5, "0..11"),
+        ([1] * 50, 50, "max_tokens=64"),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused_before_any_work(
+    prompt, new_tokens, message
+) -> None:
+    with _engine(max_tokens=64) as engine:
+        with pytest.raises(ConfigError, match=message):
+            engine.generate([[1, 2], prompt], SamplingParams(max_new_tokens=new_tokens))
+        assert engine.stats()["rounds"] == 0
+        assert engine.generate([1, 2], SamplingParams(max_new_tokens=2))[0].token_ids == [3, 4]
+
+
+def test_text_needs_a_tokenizer() -> None:
+    with _engine(tokenizer=None) as engine:
+        for call in (
+            lambda: engine.generate("bc"),
+            lambda: engine.generate([1], SamplingParams(stop=("a",))),
+            lambda: next(engine.stream([1])),
+        ):
+            with pytest.raises(ConfigError, match="tokenizer"):
+                call()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_new_tokens": -1}, {"temperature": -0.1}, {"temperature": float("nan")},
+        {"temperature": float("inf")}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5},
+        {"min_p": -0.1}, {"min_p": 1.1}, {"seed": 2**63}, {"stop": ("",)},
+    ],
+)  # fmt: skip
+def test_sampling_parameters_are_checked(wrong: dict) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        SamplingParams(**wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"method": "magic"}, {"rule": "beam"}, {"k": 0}, {"k": 65}, {"branches": 0},
+        {"ranking": "x"}, {"fallback": "x"}, {"lane": "x"}, {"max_batch": 0}, {"impl": "x"},
+        {"draft_timeout_s": 0.0}, {"threads": 0},
+    ],
+)  # fmt: skip
+def test_engine_options_are_checked(wrong: dict) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        EngineConfig(**wrong)
+
+
+def test_options_are_frozen_and_print_themselves() -> None:
+    params = SamplingParams(stop="end")
+    assert params.stop == ("end",) and "temperature=0.0" in repr(params)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.seed = 1  # type: ignore[misc]
+
+
+def test_text_stream_alone() -> None:
+    stream = TextStream(Letters(), ["ef"])
+    taken = []
+    for token in (1, 11, 0, 4, 3, 4, 5, 6):
+        if not stream.stopped:
+            stream.append(token)
+            taken.append(stream.take())
+    assert "".join(taken) == stream.text == "béed"
+    assert stream.stopped
