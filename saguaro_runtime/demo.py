@@ -18,7 +18,8 @@ from .cli import add_engine_options, add_sampling_options
 from .cli_generate import encode
 from .compare import Comparison, compare_texts
 from .config import EngineConfig
-from .demo_report import render, summarize
+from .demo_report import Variant, plan, render, summarize
+from .doctor import faster_dtype
 from .engine import Engine
 from .requests import SamplingParams
 
@@ -50,15 +51,6 @@ class Pair:
         return Engine(self.target, self.draft, config, self.tokenizer)
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One line of the table: a method, and the cores it may use."""
-
-    name: str
-    label: str
-    config: EngineConfig
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--prompt", action="append", metavar="TEXT", help="repeatable; default: a mixed set")
@@ -73,11 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    paths = _paths(args)
     params = SamplingParams(args.max_new_tokens, args.temperature, seed=args.seed)
     variants = plan(args, cores=os.cpu_count() or 1)
-    from .doctor import faster_dtype
-
+    paths = _paths(args)
     dtype = faster_dtype() if args.dtype == "auto" else args.dtype
     out = sys.stderr if args.json else sys.stdout
     pair = load(*paths, dtype)
@@ -88,37 +78,12 @@ def run(args: argparse.Namespace) -> int:
         for variant in variants:
             bar.set_description(variant.label)
             rows[variant.name] = measure(pair, variant.config, prompts, params, bar.update)
-    del pair
-    check = (
-        None if args.no_check else check_texts(load(*paths, "float32"), prompts, params, variants)
-    )
+    check = None
+    if args.method == "all" and not args.no_check:
+        check = check_texts(load(*paths, "float32"), prompts, params, variants)
     report = summarize(rows, check, variants, params, dtype, len(prompts))
     print(json.dumps(report, indent=2) if args.json else render(report, variants))
     return 0
-
-
-def plan(args: argparse.Namespace, cores: int) -> list[Variant]:
-    """What is measured. The methods proper give the target one core and the draft another.
-
-    Plain decoding and SD also run with both cores for whichever model is at work: that is what two
-    cores can do without SSD, so the comparison hides nothing.
-    """
-    config = EngineConfig(
-        method="ar",
-        rule=args.rule,
-        ranking=args.ranking,
-        k=args.k,
-        branches=args.branches,
-        threads=1,
-    )
-    variants = [Variant("ar", "AR", config), Variant("sd", "SD", replace(config, method="sd"))]
-    if cores > 1:
-        both = replace(config, threads=2, lane="inline")
-        variants.insert(1, Variant("ar_2_threads", "AR, 2 threads", both))
-        variants.append(Variant("sd_2_threads", "SD, 2 threads", replace(both, method="sd")))
-    variants.append(Variant("ssd", "SSD", replace(config, method="ssd")))
-    wanted = ("ar", "sd", "ssd") if args.method == "all" else (args.method,)
-    return [variant for variant in variants if variant.config.method in wanted]
 
 
 def read_prompts(tokenizer: Any, texts: Sequence[str] | None) -> list[list[int]]:
@@ -165,11 +130,11 @@ def check_texts(
     params: SamplingParams,
     variants: Sequence[Variant],
     compare: Callable[..., Comparison] = compare_texts,
-) -> Finding | None:
+) -> Finding:
     """Whether the methods give the same texts: the worst verdict of `compare_texts`, and its gap.
 
     Plain decoding is the yardstick at temperature 0 and with the coupled rule. Otherwise its text
-    is another one of the same law, and SD is the yardstick. None: there is nothing to compare.
+    is another one of the same law, and SD is the yardstick.
     """
     params = replace(params, max_new_tokens=min(params.max_new_tokens, CHECKED_TOKENS))
     same_text = params.temperature == 0 or variants[0].config.rule == "coupled"
@@ -179,8 +144,6 @@ def check_texts(
         for variant in variants
         if variant.name in methods
     ]
-    if len(configs) < 2:
-        return None
     worst: Finding = ("equal", None)
     with _bar(len(configs) * len(prompts), "checking the texts") as bar:
         runs = [_requests(pair, config, prompts, params, bar.update) for config in configs]

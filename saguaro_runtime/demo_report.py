@@ -1,19 +1,19 @@
-"""The demo's numbers as one JSON object, and as a table."""
+"""What the demo measures, and its numbers as one JSON object and as a table."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import platform
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 from .cli import version
+from .config import EngineConfig
 from .planner import ssd_vs_sd
 from .policy import retry_length
 from .requests import SamplingParams
-
-if TYPE_CHECKING:
-    from .demo import Variant
 
 KEYS = (
     "tokens_per_s",
@@ -32,6 +32,39 @@ SPEEDS = (
     ("ssd", "ar_2_threads"),
     ("ssd", "sd_2_threads"),
 )
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One line of the table: a method, and the cores it may use."""
+
+    name: str
+    label: str
+    config: EngineConfig
+
+
+def plan(args: argparse.Namespace, cores: int) -> list[Variant]:
+    """What is measured. The methods proper give the target one core and the draft another.
+
+    Plain decoding and SD also run with both cores for whichever model is at work: that is what two
+    cores can do without SSD, so the comparison hides nothing.
+    """
+    config = EngineConfig(
+        method="ar",
+        rule=args.rule,
+        ranking=args.ranking,
+        k=args.k,
+        branches=args.branches,
+        threads=1,
+    )
+    variants = [Variant("ar", "AR", config), Variant("sd", "SD", replace(config, method="sd"))]
+    if cores > 1:
+        both = replace(config, threads=2, lane="inline")
+        variants.insert(1, Variant("ar_2_threads", "AR, 2 threads", both))
+        variants.append(Variant("sd_2_threads", "SD, 2 threads", replace(both, method="sd")))
+    variants.append(Variant("ssd", "SSD", replace(config, method="ssd")))
+    wanted = ("ar", "sd", "ssd") if args.method == "all" else (args.method,)
+    return [variant for variant in variants if variant.config.method in wanted]
 
 
 def summarize(
