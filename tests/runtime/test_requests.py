@@ -121,7 +121,7 @@ def test_requests_join_and_leave_between_rounds() -> None:
         while any(request.finish_reason is None for request in requests):
             engine.step()
             steps += 1
-            if steps == 3:
+            if steps == 2:
                 engine.cancel(requests[1])
                 engine.cancel(requests[5])
         engine.step()
