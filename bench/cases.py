@@ -376,6 +376,8 @@ register(
         providers=_ours(_attention),
         bound=_attention_bytes,
         flops=lambda s: 4.0 * s["B"] * s["M"] * s["Hq"] * s["D"] * (s["L"] + s["K"] + 1),
+        # The interpreter multiplies bfloat16 matrices as if their bits were integers.
+        dtype=torch.float16,
     )
 )
 register(

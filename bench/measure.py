@@ -144,3 +144,10 @@ def against(base: str, arguments: Sequence[str]) -> list[Result]:
             return report.read_json(out) if out.exists() else []
         finally:
             subprocess.run([*git, "remove", "--force", str(tree)], check=False, capture_output=True)
+
+
+def tensors(result: Any) -> list[torch.Tensor]:
+    """The tensors of an op's result: a tensor, or the fields of a dataclass."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return [v for v in vars(result).values() if isinstance(v, torch.Tensor)]

@@ -1,0 +1,81 @@
+"""Every kernel compiles for four targets without a GPU, and the reader of binaries reads them right.
+
+Here one case of each kernel; `python -m bench compile` does them all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.compile import TARGETS, _widest_load
+
+ROOT = Path(__file__).parents[2]
+
+
+def _compile(*arguments: str, out: Path) -> tuple[int, list[dict], str]:
+    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    result = subprocess.run(
+        [sys.executable, "-m", "bench", "compile", "--json", str(out), *arguments],
+        cwd=ROOT,
+        # Set as in the test run: the command starts itself afresh without it.
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    rows = json.loads(out.read_text()) if out.exists() else []
+    return result.returncode, rows, result.stdout + result.stderr
+
+
+@pytest.mark.timeout(600)
+def test_every_kernel_compiles_for_four_targets(tmp_path) -> None:
+    code, rows, output = _compile("--first", out=tmp_path / "out.json")
+    print(output)
+    assert code == 0, output
+    assert {row["target"] for row in rows} == set(TARGETS)
+    families = ("cache", "layout", "promote", "row_scan", "tree_attention", "verify")
+    for family in families:
+        assert any(family in row["name"] for row in rows), f"no case of {family}"
+    # What streams the vocabulary does it 16 bytes at a time.
+    streams = [row for row in rows if row["name"].strip("_").startswith(("row_scan", "verify-"))]
+    assert all(row["load_bits"] == 128 for row in streams if row["target"] == "sm_90"), output
+
+
+def test_registers_loads_products_spills_and_failures_are_read(tmp_path) -> None:
+    arguments = ("--package", "toy_kernels", "--targets", "sm_90,gfx942", "--jobs", "1")
+    code, rows, output = _compile(*arguments, out=tmp_path / "out.json")
+    assert code == 1
+    by_name = {(row["name"], row["target"]): row for row in rows}
+    assert len(by_name) == 10
+    for target in ("sm_90", "gfx942"):
+        copy, product = by_name["copy", target], by_name["product", target]
+        assert copy["load_bits"] == 128
+        assert 0 < copy["registers"] < 64
+        assert copy["tensor_core"] == copy["spill_bytes"] == 0
+        assert product["tensor_core"] > 0
+        assert product["shared_bytes"] > 0
+        assert "power of 2" in by_name["wrong", target]["error"]
+    assert by_name["copy-narrow", "sm_90"]["load_bits"] < 128
+    assert by_name["spill", "sm_90"]["spill_bytes"] > 0
+    assert "2 failed to compile, 1 spill on sm_90" in output
+
+
+def test_a_name_that_matches_nothing_is_an_error(tmp_path) -> None:
+    arguments = ("nothing", "--package", "toy_kernels", "--targets", "sm_90")
+    code, rows, output = _compile(*arguments, out=tmp_path / "out.json")
+    assert (code, rows) == (2, [])
+    assert "no compile case" in output
+
+
+def test_widths_of_loads() -> None:
+    assert _widest_load("LDG.E.128.CONSTANT R4, [R2] ;") == 128
+    assert _widest_load("LDG.E.U16 R4 ;\n LDG.E R5 ;") == 32
+    assert _widest_load("@P0 LDGSTS.E.BYPASS.128 [R1], [R2] ;") == 128
+    assert _widest_load("LDG.E.U8 R4 ;") == 8
+    assert _widest_load("STG.E.128 [R2], R4 ;") == 0

@@ -1,0 +1,187 @@
+"""The registry, its gate and its tables, on small shapes and on a case made to fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bench import __main__ as command
+from bench import cases, measure, report
+from bench.registry import CASES, Case, register, select, shape_id
+
+SMALL = {
+    "row_stats": {"R": 2, "V": 4096, "T": 1.0},
+    "saguaro_sample": {"R": 2, "V": 4096, "T": 0.7, "F": 4},
+    "verify.token": {"B": 1, "K": 2, "V": 4096, "T": 1.0, "rule": "token"},
+    "verify.block": {"B": 1, "K": 2, "V": 4096, "T": 1.0, "rule": "block"},
+    "verify.block-close": {"B": 1, "K": 2, "V": 4096, "T": 1.0, "rule": "block", "inputs": "close"},
+    "verify.coupled": {"B": 1, "K": 2, "V": 4096, "T": 1.0, "rule": "coupled"},
+    "verify.greedy": {"B": 1, "K": 2, "V": 4096, "T": 0.0, "rule": "greedy"},
+    "predict_outcomes": {"B": 1, "K": 2, "V": 4096, "M": 6, "T": 1.0},
+    "tree_attention": {"B": 1, "M": 4, "K": 2, "L": 64, "Hq": 4, "Hkv": 2, "D": 32},
+    "promote_branch": {"B": 2, "M": 4, "K": 2, "layers": 2, "Hkv": 2, "D": 32},
+    "cache_lookup": {"B": 4, "M": 4, "K": 2},
+}
+
+
+def _run(*arguments: str) -> int:
+    return command.main([*arguments])
+
+
+def test_every_case_has_a_small_shape_here() -> None:
+    assert set(SMALL) == set(CASES)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_ours_runs_in_few_launches_without_syncs_or_wide_writes(name: str) -> None:
+    case = CASES[name]
+    (ours,) = measure.measure_traffic(case, SMALL[name], case.dtype, "H100 SXM", ["ours"])
+    assert ours.note == ""
+    assert ours.launches is not None and ours.launches <= case.launches
+    assert ours.syncs == 0
+    assert not ours.wide_writes
+    # Below this the rows are not what is moved, so the ratio says nothing.
+    assert ours.bytes_read and ours.bound_bytes > 0
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_ours_equals_the_torch_provider(name: str) -> None:
+    case = CASES[name]
+    results = []
+    for provider in ("ours", "torch"):
+        inputs = case.inputs(SMALL[name], case.dtype, "cpu")
+        out = case.providers[provider](inputs)
+        results.append(inputs.pages if out is None else out)
+    for ours, torch_ in zip(*(measure.tensors(out) for out in results), strict=True):
+        if ours.dtype.is_floating_point:
+            assert torch.allclose(ours.float(), torch_.float(), rtol=2e-2, atol=2e-2)
+        else:
+            assert torch.equal(ours, torch_)
+
+
+def test_the_tables_are_printed_and_written(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(measure, "gate", lambda node: "")
+    files = {kind: tmp_path / f"out.{kind}" for kind in ("csv", "json", "png")}
+    code = _run(
+        "promote_branch",
+        *("--shapes", "B=1,M=4,K=2,layers=2,Hkv=2,D=32"),
+        *("--csv", str(files["csv"]), "--json", str(files["json"]), "--plot", str(files["png"])),
+    )
+    out = capsys.readouterr().out
+    assert code == 0
+    assert "MB bound" in out and "prediction, nothing was timed" in out
+    results = report.read_json(files["json"])
+    assert [r.provider for r in results] == ["ours", "torch"]
+    assert results[0].p50_us is None
+    assert {"torch", "triton", "commit", "date"} <= set(
+        json.loads(files["json"].read_text())["machine"]
+    )
+    assert files["csv"].read_text().count("\n") == 3
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_red_gate_prints_no_ratio_and_fails(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(measure, "gate", lambda node: f"{node} is red: 1 failed")
+    assert _run("promote_branch", "--quick") == 1
+    out = capsys.readouterr().out
+    assert "RED promote_branch" in out
+    assert "ours" not in out
+
+
+def test_the_gate_is_the_named_test(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(measure, "ROOT", tmp_path)
+    (tmp_path / "test_good.py").write_text("def test_good(): pass\n")
+    (tmp_path / "test_bad.py").write_text("def test_bad(): assert False\n")
+    assert measure.gate("test_good.py::test_good") == ""
+    assert "red" in measure.gate("test_bad.py")
+    assert "no test_none.py" in measure.gate("test_none.py")
+
+
+def test_a_broken_kernel_fails_the_run(capsys, monkeypatch) -> None:
+    def broken(inputs: SimpleNamespace) -> None:
+        raise RuntimeError("illegal access")
+
+    case = dataclasses.replace(CASES["promote_branch"], name="broken", providers={"ours": broken})
+    monkeypatch.setitem(CASES, "broken", case)
+    assert _run("broken", "--no-gate", "--quick") == 1
+    assert "illegal access" in capsys.readouterr().out
+
+
+def test_a_missed_bound_fails_the_run(capsys, monkeypatch) -> None:
+    case = dataclasses.replace(CASES["promote_branch"], name="greedy_bytes", limit=0.5)
+    monkeypatch.setitem(CASES, "greedy_bytes", case)
+    shape = "B=1,M=4,K=2,layers=2,Hkv=2,D=32"
+    assert _run("greedy_bytes", "--no-gate", "--shapes", shape, "--providers", "ours") == 1
+    assert "NO" in capsys.readouterr().out
+
+
+def test_names_and_shapes() -> None:
+    assert [c.name for c in select("verify")] == [n for n in CASES if n.startswith("verify.")]
+    assert select("all") == list(CASES.values())
+    assert select("nothing") == []
+    assert _run("nothing") == 2
+    parsed = command.parse_shape("B=1,T=0.7,rule=token")
+    assert parsed == {"B": 1, "T": 0.7, "rule": "token"}
+    assert shape_id(parsed) == "B1-T0.7-token"
+    with pytest.raises(ValueError, match="twice"):
+        register(CASES["row_stats"])
+    with pytest.raises(ValueError, match="ours"):
+        Case("x", "", "", (), cases.rows_inputs, {}, lambda s, size: 1)
+
+
+def test_every_case_names_a_gate_that_exists(capsys) -> None:
+    assert _run("--list") == 0
+    listed = capsys.readouterr().out
+    for case in CASES.values():
+        assert (measure.ROOT / case.gate.partition("::")[0]).exists(), case.gate
+        assert case.name in listed
+        assert case.quick <= len(case.shapes)
+
+
+def test_the_peers_figures_are_consistent() -> None:
+    data = report.peers()
+    for peer in data["verify"]:
+        moved = peer["read_mb"] + peer["written_mb"]
+        assert moved / data["bound_mb"][peer["rule"]] == pytest.approx(peer["ratio"], rel=0.01)
+    vocab = data["shape"]["V"] * 2 / 1e6
+    rows = {"token": 9, "block": 15, "greedy": 7}
+    for rule, count in rows.items():
+        assert data["bound_mb"][rule] == pytest.approx(count * vocab, rel=0.005)
+
+
+def test_ours_stands_beside_the_peers() -> None:
+    shape = "B1-K7-V128256-T1.0-token"
+    ours = report.Result("verify.token", "ours", shape, "bfloat16", 2308608, 2, 2330000, 100, 0)
+    table = report.peer_table([ours]).splitlines()
+    assert len(table) == 1 + 1 + len(report.peers()["verify"])
+    assert "saguaro" in table[1]
+    assert sum("published" in line for line in table) == len(report.peers()["verify"])
+
+
+def test_the_base_commit_is_measured_in_a_tree_of_its_own(tmp_path, monkeypatch) -> None:
+    repository = tmp_path / "repository"
+    package = repository / "bench"
+    package.mkdir(parents=True)
+    result = report.Result("toy", "ours", "B1", "float32", 10, ratio=2.0)
+    (package / "__init__.py").write_text("")
+    (package / "__main__.py").write_text(
+        "import sys, json\n"
+        "out = sys.argv[sys.argv.index('--json') + 1]\n"
+        f"json.dump({{'results': [{dataclasses.asdict(result)!r}]}}, open(out, 'w'))\n"
+    )
+    for git in (["init", "-q"], ["add", "."], ["commit", "-qm", "toy"]):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        measure.subprocess.run(["git", "-C", str(repository), *identity, *git], check=True)
+    monkeypatch.setattr(measure, "ROOT", repository)
+    assert measure.against("HEAD", ["toy"]) == [result]
+    worktrees = measure.subprocess.run(
+        ["git", "-C", str(repository), "worktree", "list"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert worktrees.stdout.count("\n") == 1
