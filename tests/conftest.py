@@ -74,7 +74,7 @@ def _processes() -> dict[int, int]:
 
 
 def _children(pid: int) -> set[int]:
-    """Descendants of `pid`, without multiprocessing's tracker, which lives as long as its parent."""
+    """Descendants of `pid`, without multiprocessing's tracker, which lives as long as it does."""
     parents = _processes()
     family = {pid}
     while more := {child for child, parent in parents.items() if parent in family} - family:
