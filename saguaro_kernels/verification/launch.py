@@ -22,15 +22,17 @@ from .kernels import (
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    """Ids per tile, programs per row at most, warps per program.
+    """Ids per tile, programs per row at most, warps per program; the same for every shape.
 
-    The extra token's program keeps noise, p and q of 8 ids per thread; with 16 it would spill.
+    Tiles of 4096 ids: two loads of 16 bytes per thread in bf16, one in the program of the extra
+    token, which holds noise, p and q at once and would spill with two. 16 programs per row, because
+    each program of a later launch merges the partials of all.
     """
 
-    block_v: int
+    block_v: int = 4096
     max_splits: int = 16
     num_warps: int = 8
-    extra_warps: int = 16
+    noise_warps: int = 16
 
     def split(self, vocab: int) -> tuple[int, int]:
         """(programs per row, tiles per program)."""
@@ -39,16 +41,11 @@ class VerifyConfig:
         return triton.cdiv(tiles, each), each
 
 
-def verify_config(vocab: int) -> VerifyConfig:
-    """Tiles of 4096 ids: two loads of 16 bytes per thread in bf16. Rows up to 1024 are one tile."""
-    return VerifyConfig(4096) if vocab > 1024 else VerifyConfig(1024, num_warps=4, extra_warps=4)
-
-
 def workspace_size(
     num_requests: int, num_steps: int, vocab: int, *, num_rows: int | None = None
 ) -> int:
     """float32 elements that one `verify` needs at most; `num_rows` = N of flat rows [N, V]."""
-    splits, _ = verify_config(vocab).split(vocab)
+    splits, _ = VerifyConfig().split(vocab)
     num_rows = num_requests * (num_steps + 1) if num_rows is None else num_rows
     return sum(_scratch_sizes(num_requests, num_steps, splits, num_rows))
 
@@ -80,7 +77,7 @@ def _verify_launch(
     if num_requests == 0:
         return
     vocab = target_logits.shape[-1]
-    config = config or verify_config(vocab)
+    config = config or VerifyConfig()
     splits, tiles = config.split(vocab)
     num_rows = num_requests * (num_steps + 1) if row_index is None else target_logits.shape[0]
     sizes = _scratch_sizes(num_requests, num_steps, splits, num_rows)
@@ -128,7 +125,7 @@ def _verify_launch(
     with on_device(target_logits.device):
         _verify_stats_kernel[(splits, max(num_steps, 1), num_requests)](
             part_arg_ptr=part_arg, counter_ptr=counter, COUPLED=rule == "coupled",
-            num_warps=config.num_warps, **common,
+            num_warps=config.noise_warps if rule == "coupled" else config.num_warps, **common,
         )  # fmt: skip
         if scan_masses:
             _verify_mass_kernel[(splits, num_steps - 1, num_requests)](
@@ -138,7 +135,7 @@ def _verify_launch(
             num_accepted_ptr=out.num_accepted, output_ptr=out.tokens, status_ptr=out.status,
             extra_ptr=extra, extra_arg_ptr=extra_arg, counter_ptr=counter, part_arg_ptr=part_arg,
             mass_ptr=mass if scan_masses else None, BLOCK_RULE=rule == "block",
-            COUPLED=rule == "coupled", num_warps=config.extra_warps, **common, **with_draft,
+            COUPLED=rule == "coupled", num_warps=config.noise_warps, **common, **with_draft,
         )  # fmt: skip
 
 
@@ -171,34 +168,36 @@ def compile_cases() -> list[tuple[str, object, dict, dict, int]]:
         "map_ptr": "*i32",
     }  # fmt: skip
     integers = {name: "i32" for name in _INTEGERS}
-    large, small = verify_config(128256), verify_config(1)
-    cases = []
+    config, cases, seen = VerifyConfig(), [], set()
 
-    def add(name: str, config: VerifyConfig, pointers: dict, rule: str, aligned: bool) -> None:
-        kernels = [("stats", _verify_stats_kernel), ("extra", _verify_extra_kernel)]
+    def add(name: str, pointers: dict, rule: str, aligned: bool = True) -> None:
+        kernels = {"stats": _verify_stats_kernel, "extra": _verify_extra_kernel}
         if rule == "block" and "draft_ptr" in pointers:
-            kernels.insert(1, ("mass", _verify_mass_kernel))
-        for phase, kernel in kernels:
-            names = kernel.arg_names
-            types = {**scratch, **requests, **pointers, **integers}
-            if "mass" not in dict(kernels):
-                types.pop("mass_ptr")
-            signature = {name: types[name] for name in names if name in types}
-            values = {
-                "BLOCK_V": config.block_v, "BLOCK_K": 8, "BLOCK_S": 16, "ALIGNED": aligned,
-                "COUPLED": rule == "coupled", "BLOCK_RULE": rule == "block",
-            }  # fmt: skip
-            constexprs = {n: values.get(n) for n in names if n not in signature}
-            warps = config.extra_warps if phase == "extra" else config.num_warps
-            cases.append((f"verify-{phase}-{name}", kernel, signature, constexprs, warps))
+            kernels["mass"] = _verify_mass_kernel
+        types = {**scratch, **requests, **pointers, **integers}
+        if "mass" not in kernels:
+            del types["mass_ptr"]
+        values = {
+            "BLOCK_V": config.block_v, "BLOCK_K": 8, "BLOCK_S": 16, "ALIGNED": aligned,
+            "COUPLED": rule == "coupled", "BLOCK_RULE": rule == "block",
+        }  # fmt: skip
+        for phase, kernel in kernels.items():
+            signature = {n: types[n] for n in kernel.arg_names if n in types}
+            constexprs = {n: values.get(n) for n in kernel.arg_names if n not in signature}
+            noisy = phase == "extra" or rule == "coupled"
+            warps = config.noise_warps if noisy else config.num_warps
+            key = (phase, *signature.items(), *constexprs.items())
+            if key not in seen:
+                seen.add(key)
+                cases.append((f"verify-{phase}-{name}", kernel, signature, constexprs, warps))
 
-    for dtype in ("bf16", "fp16", "fp32"):
+    for dtype in ("bf16", "fp32"):
         rows = {"target_ptr": f"*{dtype}", "draft_ptr": f"*{dtype}", **sampled}
         for rule in ("token", "block", "coupled"):
-            add(f"{rule}-{dtype}", large, rows, rule, True)
+            add(f"{rule}-{dtype}", rows, rule)
     rows = {"target_ptr": "*bf16", "draft_ptr": "*bf16", **sampled}
-    add("block-bf16-unaligned", large, rows, "block", False)
-    add("block-bf16-small", small, rows, "block", True)
-    add("block-bf16-full", large, {**rows, **rest}, "block", True)
-    add("token-bf16-one-hot", large, {"target_ptr": "*bf16"}, "token", True)
+    add("block-bf16-unaligned", rows, "block", aligned=False)
+    add("block-bf16-all-options", {**rows, **rest}, "block")
+    add("token-bf16-one-hot", {"target_ptr": "*bf16"}, "token")
+    add("block-fp16", {"target_ptr": "*fp16", "draft_ptr": "*fp16", **sampled}, "block")
     return cases

@@ -148,7 +148,7 @@ def _load_pair(
     row_ptr, bias_row, temperature, max_, log_sum, cutoff, cutoff_id = p
     z = _clean(_load_biased(row_ptr, bias_ptr, bias_row, ids, vocab, MASKED))
     log_p = _row_log_prob(
-        z, ids, temperature + tl.zeros_like(z), _finite_or_zero(max_), log_sum, cutoff, cutoff_id,
+        z, ids, temperature + tl.zeros([1], tl.float32), _finite_or_zero(max_), log_sum, cutoff, cutoff_id,
         _INF, -1, 0.0,
     )  # fmt: skip
     (row_ptr, bias_row, temperature, token, anchor, lse, cutoff, cutoff_id, scale_logit, scale_id,
@@ -160,7 +160,7 @@ def _load_pair(
         own = tl.load(map_ptr + ids, mask=ids < vocab, other=-1)
         z = _load_biased(row_ptr, draft_bias_ptr, bias_row, own, draft_vocab, True)
     log_q = _row_log_prob(
-        _clean(z), own, temperature + tl.zeros_like(z), _finite_or_zero(anchor), lse, cutoff,
+        _clean(z), own, temperature + tl.zeros([1], tl.float32), _finite_or_zero(anchor), lse, cutoff,
         cutoff_id, scale_logit, scale_id, log_c,
     )  # fmt: skip
     usable = (anchor > _NEG_INF) & (anchor < _INF)
