@@ -1,5 +1,214 @@
-"""placeholder"""
+"""`python -m bench gpu`: one script for a machine with a GPU. Checks every kernel, then times it.
+
+Each case runs compiled on the GPU and by its torch reference on the CPU, on equal inputs: ids must
+be the same, numbers close. No host sync is allowed meanwhile, and a captured graph must repeat the
+eager result. Then times against the measured roof, beside the torch reference on the same GPU.
+Needs no network; within its time budget it does the first shape of every case first.
+
+Exit code: 0 all right, 1 a check failed, 3 no GPU here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import report
+from .measure import moved, outputs
+from .registry import CASES, Case, Shape, shape_id
+
+NEAR_TIES = 0.01
+"""Share of rows whose id may differ: the last bit of log differs between CPU and GPU."""
 
 
-def main(a):
-    return 2
+@dataclasses.dataclass
+class Check:
+    """What one case did on one shape."""
+
+    case: str
+    shape: str
+    verdict: str = ""
+    failed: bool = False
+    graph: str = "-"
+    p50_us: float | None = None
+    percent_of_roof: float | None = None
+    torch_us: float | None = None
+    launches: int | None = None
+
+
+def difference(ours: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> tuple[str, bool]:
+    """How the outputs compare, and whether that is a failure."""
+    ties = 0
+    for index, (a, b) in enumerate(zip(ours, reference, strict=True)):
+        a, b = a.cpu(), b.cpu()
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return f"output {index}: {a.dtype} {list(a.shape)} for {list(b.shape)}", True
+        if a.dtype.is_floating_point:
+            size = 2e-3 if a.dtype == torch.float32 else 2e-2
+            same = torch.isclose(a.float(), b.float(), rtol=size, atol=size, equal_nan=True)
+        else:
+            same = a == b
+        rows = same.reshape(len(same), -1).all(1) if same.dim() else same.reshape(1)
+        wrong = int((~rows).sum())
+        # One row in a small batch may be a near tie; more are not.
+        if wrong > max(1, NEAR_TIES * len(rows)):
+            return f"output {index}: {wrong} of {len(rows)} rows differ", True
+        ties = max(ties, wrong)
+    return (f"ok, near ties: {ties}" if ties else "ok"), False
+
+
+@contextlib.contextmanager
+def syncs_forbidden() -> Any:
+    """Raise at any host sync."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def check(case: Case, shape: Shape) -> Check:
+    """Compare with the reference, without syncs, eager and from a graph."""
+    row = Check(case.name, shape_id(shape))
+    ours = case.providers["ours"]
+    start = case.inputs(shape, case.dtype, "cuda")
+    on_cpu, eager, replayed = (moved(start, device) for device in ("cpu", "cuda", "cuda"))
+    expected = outputs(on_cpu, case.providers["torch"](on_cpu))
+    ours(moved(start, "cuda"))  # compiles
+    torch.cuda.synchronize()
+    with syncs_forbidden():
+        result = ours(eager)
+    found = outputs(eager, result)
+    row.verdict, row.failed = difference(found, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = ours(replayed)
+    graph.replay()
+    torch.cuda.synchronize()
+    again = outputs(replayed, result)
+    same = all(
+        torch.equal(a.float().nan_to_num(), b.float().nan_to_num())
+        for a, b in zip(again, found, strict=True)
+    )
+    row.graph = "equal" if same else "DIFFERS"
+    row.failed |= not same
+    return row
+
+
+def far_offsets() -> Check:
+    """Rows beyond 2^31 elements: the last rows of a buffer of 2.2e9 logits."""
+    from saguaro_kernels import Sampling, saguaro_sample
+
+    from .cases import keys
+
+    vocab, rows, tail = 128256, 17200, 4
+    row = Check("int64 offsets", f"R{rows}-V{vocab}")
+    if torch.cuda.mem_get_info()[0] < 12e9:
+        row.verdict = "skipped: under 12 GB free"
+        return row
+    logits = torch.zeros((rows, vocab), dtype=torch.bfloat16, device="cuda")
+    logits[-tail:] = torch.randn((tail, vocab), device="cuda").to(logits.dtype)
+    sampling = Sampling(torch.ones(rows, device="cuda"))
+    all_keys = keys(rows, "cuda")
+    found = saguaro_sample(logits, sampling, all_keys, offset=0).tokens[-tail:]
+    last = dataclasses.replace(all_keys, seed=all_keys.seed[-tail:], base=all_keys.base[-tail:])
+    expected = saguaro_sample(
+        logits[-tail:].clone(), Sampling(sampling.temperature[-tail:]), last, offset=0
+    ).tokens
+    row.failed = not torch.equal(found, expected)
+    row.verdict = "the last rows differ" if row.failed else "ok"
+    return row
+
+
+def main(arguments: Sequence[str]) -> int:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench gpu", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("names", nargs="*", help="cases; default: all")
+    parser.add_argument("--budget", type=float, default=330.0, help="seconds (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("bench gpu: no GPU here (torch.cuda.is_available() is False); nothing was checked.")
+        print("Without one: python -m bench all (traffic) and python -m bench compile (binaries).")
+        return 3
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        print("bench gpu: TRITON_INTERPRET is set; unset it to run compiled kernels.")
+        return 3
+    return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from . import cases, measure, timing  # noqa: F401  cases registers them
+
+    began = time.monotonic()
+    left = lambda: options.budget - (time.monotonic() - began)  # noqa: E731
+    machine = report.machine()
+    print(", ".join(f"{key} {value}" for key, value in machine.items()))
+    roof, floor = timing.measured_roof(), timing.launch_floor_us()
+    print(f"roof {roof / 1e9:.0f} GB/s (copy), empty launch {floor:.2f} us", flush=True)
+    chosen = [case for case in CASES.values() if not options.names or case.name in options.names]
+    # The first shape of every case before the second of any.
+    work = [
+        (case, case.shapes[index])
+        for index in range(max((len(case.shapes) for case in chosen), default=0))
+        for case in chosen
+        if index < len(case.shapes)
+    ]
+    rows: list[Check] = []
+    results = []
+    for case, shape in work:
+        row = Check(case.name, shape_id(shape))
+        rows.append(row)
+        if left() < 20:
+            row.verdict = "not reached: out of time"
+            continue
+        print(f"{time.monotonic() - began:5.0f} s  {row.case} {row.shape}", file=sys.stderr)
+        try:
+            rows[-1] = row = check(case, shape)
+            timed = measure.measure_times(case, shape, case.dtype, ["ours", "torch"], roof)
+        except Exception as error:  # noqa: BLE001  one broken kernel must not end the table
+            row.verdict, row.failed = f"{type(error).__name__}: {error}".split("\n")[0], True
+            if isinstance(error, torch.AcceleratorError):
+                print("the CUDA context is lost: stopping here")
+                break
+            continue
+        results += timed
+        for result in timed:
+            if result.provider == "ours":
+                row.p50_us, row.launches = result.p50_us, result.launches
+                row.percent_of_roof = result.percent_of_roof
+            else:
+                row.torch_us = result.p50_us
+    if not options.names and left() > 20:
+        try:
+            rows.append(far_offsets())
+        except Exception as error:  # noqa: BLE001
+            rows.append(Check("int64 offsets", "-", f"{type(error).__name__}: {error}", True))
+    failed = sum(row.failed for row in rows)
+    headers = ("case", "shape", "check", "graph", "launches", "p50 us", "% of roof", "torch us")
+    print(
+        report.table(
+            headers,
+            [
+                (r.case, r.shape, r.verdict[:90], r.graph, r.launches, r.p50_us)
+                + (r.percent_of_roof, r.torch_us)
+                for r in rows
+            ],
+        )
+    )
+    print(f"{len(rows)} checks, {failed} failed, {time.monotonic() - began:.0f} s")
+    if options.json:
+        report.write_json(options.json, results)
+    return int(failed > 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import os
 import subprocess
@@ -88,7 +90,8 @@ def measure_times(
     """Time each provider on the GPU, and count its launches."""
     bound = int(case.bound(shape, dtype.itemsize))
     copies = max(2, min(16, L2_BYTES // max(bound, 1) + 1))
-    inputs = [case.inputs(shape, dtype, "cuda") for _ in range(copies)]
+    inputs = [case.inputs(shape, dtype, "cuda")]
+    inputs += [moved(inputs[0], "cuda") for _ in range(copies - 1)]
     row: dict[str, Any] = {
         "case": case.name,
         "shape": shape_id(shape),
@@ -146,8 +149,23 @@ def against(base: str, arguments: Sequence[str]) -> list[Result]:
             subprocess.run([*git, "remove", "--force", str(tree)], check=False, capture_output=True)
 
 
-def tensors(result: Any) -> list[torch.Tensor]:
-    """The tensors of an op's result: a tensor, or the fields of a dataclass."""
-    if isinstance(result, torch.Tensor):
-        return [result]
-    return [v for v in vars(result).values() if isinstance(v, torch.Tensor)]
+def outputs(inputs: Any, result: Any) -> list[torch.Tensor]:
+    """The tensors that a call produced: its result, or the pages that it changed in place."""
+    value = inputs.pages if result is None else result
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [v for v in vars(value).values() if isinstance(v, torch.Tensor)]
+
+
+def moved(value: Any, device: str) -> Any:
+    """A deep copy of the inputs of a case on another device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, copy=True)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: moved(getattr(value, f.name), device) for f in dataclasses.fields(value)}
+        return dataclasses.replace(value, **fields)
+    if hasattr(value, "__dict__"):
+        clone = copy.copy(value)
+        clone.__dict__.update({k: moved(v, device) for k, v in vars(value).items()})
+        return clone
+    return value

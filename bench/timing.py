@@ -14,26 +14,36 @@ import torch
 Run = Callable[[], object]
 
 
+def syncs(run: Run) -> bool:
+    """True when `run` makes the host wait: it can then not be captured."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    except RuntimeError:
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return False
+
+
 def capture(runs: Sequence[Run]) -> Callable[[], None]:
-    """One graph of all `runs` in turn; a plain loop where an op cannot be captured."""
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
+    """One graph of all `runs` in turn; where they sync with the host, a plain loop."""
+
+    def loop() -> None:
         for run in runs:
             run()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        loop()
+    torch.cuda.synchronize()
+    if any(syncs(run) for run in runs):
+        return loop
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            for run in runs:
-                run()
-    except RuntimeError:
-        torch.cuda.synchronize()
-
-        def loop() -> None:
-            for run in runs:
-                run()
-
-        return loop
+    with torch.cuda.graph(graph):
+        loop()
     return graph.replay
 
 

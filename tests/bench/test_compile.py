@@ -1,4 +1,4 @@
-"""Every kernel compiles for four targets without a GPU, and the reader of binaries reads them right.
+"""Every kernel compiles for four targets without a GPU; the reader of binaries reads them right.
 
 Here one case of each kernel; `python -m bench compile` does them all.
 """
