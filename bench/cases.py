@@ -2,269 +2,38 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from saguaro_kernels import Keys, Sampling, Stream, distribution, saguaro_sample
-from saguaro_kernels.cache import SpeculationCache
-from saguaro_kernels.outcomes import predict_outcomes
-from saguaro_kernels.promotion import promote_branch
-from saguaro_kernels.rng import uniform_reference
-from saguaro_kernels.tree_attention import tree_attention
-from saguaro_kernels.verification import Draft, verify
-
 from . import outside
+from .inputs import (
+    attention_inputs,
+    attention_op,
+    cache_inputs,
+    fan_out_inputs,
+    fan_out_op,
+    insert_op,
+    layout_inputs,
+    layout_op,
+    lookup_op,
+    ngram_inputs,
+    ngram_op,
+    outcomes_inputs,
+    outcomes_op,
+    promote_op,
+    promotion_inputs,
+    residual_inputs,
+    residual_op,
+    rows_inputs,
+    sample_op,
+    stats_op,
+    verify_inputs,
+    verify_op,
+)
 from .registry import Case, Shape, register
 
 V = 128256
-PAGE = 16
-
-
-def logits_pair(
-    shape: tuple[int, ...], dtype: torch.dtype, device: str, *, noise: float = 0.3
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Target and draft logits: one Zipf law over scattered ids, each side with noise of its own."""
-    generator = torch.Generator(device=device).manual_seed(0)
-    order = torch.rand(shape, generator=generator, device=device).argsort(dim=-1)
-    base = -1.5 * (1.0 + order.float()).log()
-    sides = (torch.randn(shape, generator=generator, device=device) for _ in range(2))
-    target, draft = ((base + noise * side).to(dtype) for side in sides)
-    return target, draft
-
-
-def keys(rows: int, device: str) -> Keys:
-    """Seeds and bases of `rows` requests."""
-    index = torch.arange(rows, device=device)
-    return Keys(seed=1234 + index, base=100 + 7 * index)
-
-
-def _temperatures(shape: Shape, rows: int, device: str) -> Sampling:
-    filters = {}
-    if "top_k" in shape:
-        filters["top_k"] = torch.full((rows,), shape["top_k"], dtype=torch.int32, device=device)
-    if "top_p" in shape:
-        filters["top_p"] = torch.full((rows,), shape["top_p"], device=device)
-    return Sampling(torch.full((rows,), float(shape["T"]), device=device), **filters)
-
-
-def rows_inputs(shape: Shape, dtype: torch.dtype, device: str) -> SimpleNamespace:
-    """R independent rows of logits, for row_stats and saguaro_sample."""
-    logits, _ = logits_pair((shape["R"], shape["V"]), dtype, device)
-    return SimpleNamespace(
-        logits=logits,
-        sampling=_temperatures(shape, shape["R"], device),
-        keys=keys(shape["R"], device),
-        downweight=torch.full((shape["R"],), shape["C"], device=device) if "C" in shape else None,
-        top_f=shape.get("F", 0),
-    )
-
-
-def _stats(impl: str) -> Any:
-    return lambda x: distribution.row_stats(x.logits, x.sampling, impl=impl)
-
-
-def _sample(impl: str) -> Any:
-    def run(x: SimpleNamespace) -> Any:
-        scaled = x.downweight is not None
-        return saguaro_sample(
-            x.logits,
-            x.sampling,
-            x.keys,
-            offset=0,
-            top_f=x.top_f,
-            scale_f=x.top_f if scaled else 0,
-            downweight=x.downweight,
-            scheme="downweight" if scaled else "plain",
-            impl=impl,
-        )
-
-    return run
-
-
-def verify_inputs(shape: Shape, dtype: torch.dtype, device: str) -> SimpleNamespace:
-    """B requests with K drafts drawn from their own rows, as `rule` needs them.
-
-    "close" sides differ by little: the joint ratio is below 1 and every residual is nearly empty,
-    so that block verification has to compute all of them before it finds none to stop at.
-    """
-    B, K, vocab, mode = shape["B"], shape["K"], shape["V"], shape["rule"]
-    close = shape.get("inputs") == "close"
-    target, draft = logits_pair(
-        (B, K + 1, vocab), dtype, device, **({"noise": 0.05} if close else {})
-    )
-    draft = draft[:, :K].contiguous()
-    sampling, request_keys = _temperatures(shape, B, device), keys(B, device)
-    stream = Stream.COUPLED if mode == "coupled" else Stream.DRAFT
-    sample = saguaro_sample(
-        draft.flatten(0, 1),
-        Sampling(sampling.temperature.repeat_interleave(K)),
-        Keys(request_keys.seed.repeat_interleave(K), request_keys.base.repeat_interleave(K)),
-        offset=torch.arange(K, device=device).repeat(B),
-        stream=stream,
-        impl="reference" if device == "cpu" else "auto",
-    )
-    num_draft = torch.full((B,), K, dtype=torch.int32, device=device)
-    tokens, logq, lse = (field.view(B, K) for field in (sample.tokens, sample.logq, sample.lse))
-    one_hot = mode in ("greedy", "coupled")
-    proposed = (
-        Draft(tokens, num_draft)
-        if one_hot
-        else Draft(tokens, num_draft, draft, logq, lse, sampling=sampling)
-    )
-    if close:
-        request_keys = _late_keys(target[:, :K], proposed, request_keys)
-    return SimpleNamespace(target=target, draft=proposed, sampling=sampling, keys=request_keys)
-
-
-def _late_keys(target: torch.Tensor, draft: Draft, start: Keys) -> Keys:
-    """Seeds whose uniforms refuse the last draft and leave every other one to its residual."""
-    temperature = draft.sampling.temperature
-    log_p = (target.float() / temperature[:, None, None]).log_softmax(-1)
-    ratio = (log_p.gather(-1, draft.tokens[..., None])[..., 0] - draft.logq).exp()
-    joint = torch.ones_like(temperature)
-    a = torch.stack([joint := (joint * r).clamp(max=1.0) for r in ratio.unbind(1)], dim=1).cpu()
-    seeds = []
-    for row in a:
-        candidates = torch.arange(20000)
-        every = Keys(candidates, torch.full_like(candidates, int(start.base[len(seeds)])))
-        u = torch.stack(
-            [uniform_reference(every, i, Stream.ACCEPT) for i in range(len(row))], dim=1
-        )
-        late = (u[:, -1] > row[-1]) & (u[:, :-1] < row[:-1]).all(1)
-        seeds.append(int(candidates[late][0]))
-    return Keys(torch.tensor(seeds, device=start.seed.device), start.base)
-
-
-def _verify(rule: str, impl: str) -> Any:
-    return lambda x: verify(x.target, x.draft, x.sampling, x.keys, rule=rule, impl=impl)
-
-
-def outcomes_inputs(shape: Shape, dtype: torch.dtype, device: str) -> SimpleNamespace:
-    """K + 1 draft rows of B requests."""
-    B, K = shape["B"], shape["K"]
-    _, draft = logits_pair((B, K + 1, shape["V"]), dtype, device)
-    return SimpleNamespace(
-        logits=draft,
-        tokens=draft[:, :K].argmax(-1),
-        num_draft=torch.full((B,), K, dtype=torch.int32, device=device),
-        sampling=_temperatures(shape, B, device),
-        keys=keys(B, device),
-        accept_prob=torch.tensor([0.2 * 0.8**k for k in range(K + 1)], device=device).repeat(B, 1),
-        branches=shape["M"],
-    )
-
-
-def _outcomes(impl: str) -> Any:
-    return lambda x: predict_outcomes(
-        x.logits,
-        x.tokens,
-        x.num_draft,
-        x.sampling,
-        x.keys,
-        branches=x.branches,
-        accept_prob=x.accept_prob,
-        ranking="noise",
-        impl=impl,
-    )
-
-
-def _pages(shape: Shape, slots: int, device: str) -> tuple[torch.Tensor, int]:
-    """A page table whose pages are not in order, as in a cache that has lived."""
-    per_request = -(-slots // PAGE)
-    order = torch.randperm(shape["B"] * per_request, generator=torch.Generator().manual_seed(0))
-    return order.view(shape["B"], per_request).to(torch.int32).to(device), len(order)
-
-
-def attention_inputs(shape: Shape, dtype: torch.dtype, device: str) -> SimpleNamespace:
-    """M branches of B requests at the last tree step, over a trunk of L keys."""
-    B, M, K, D = shape["B"], shape["M"], shape["K"], shape["D"]
-    heads, kv_heads = shape["Hq"], shape["Hkv"]
-    table, pages = _pages(shape, shape["L"] + K + 1 + (K + 1) * M, device)
-    generator = torch.Generator(device=device).manual_seed(0)
-
-    def random(*size: int) -> torch.Tensor:
-        return torch.randn(size, generator=generator, device=device).to(dtype)
-
-    return SimpleNamespace(
-        query=random(B, M, heads, D),
-        keys=random(pages, PAGE, kv_heads, D),
-        values=random(pages, PAGE, kv_heads, D),
-        table=table,
-        trunk=torch.full((B,), shape["L"], dtype=torch.int32, device=device),
-        depth=(torch.arange(M, device=device, dtype=torch.int32) % (K + 1)).repeat(B, 1),
-        draft_len=K,
-    )
-
-
-def _attention(impl: str) -> Any:
-    return lambda x: tree_attention(
-        x.query,
-        x.keys,
-        x.values,
-        x.table,
-        trunk_len=x.trunk,
-        depth=x.depth,
-        draft_len=x.draft_len,
-        step=x.draft_len,
-        impl=impl,
-    )
-
-
-def promotion_inputs(shape: Shape, dtype: torch.dtype, device: str) -> SimpleNamespace:
-    """The hit branches of B requests in a cache of all layers."""
-    B, M, K = shape["B"], shape["M"], shape["K"]
-    table, pages = _pages(shape, 256 + K + 1 + (K + 1) * M, device)
-    size = (2 * shape["layers"], pages, PAGE, shape["Hkv"], shape["D"])
-    return SimpleNamespace(
-        pages=torch.zeros(size, dtype=dtype, device=device),
-        table=table,
-        trunk=torch.full((B,), 256, dtype=torch.int32, device=device),
-        depth=torch.full((B,), 3, dtype=torch.int32, device=device),
-        branch=torch.full((B,), M // 2, dtype=torch.int32, device=device),
-        draft_len=K,
-        branches=M,
-    )
-
-
-def _promote(impl: str) -> Any:
-    return lambda x: promote_branch(
-        x.pages,
-        x.table,
-        trunk_len=x.trunk,
-        depth=x.depth,
-        branch=x.branch,
-        draft_len=x.draft_len,
-        branches=x.branches,
-        impl=impl,
-    )
-
-
-def cache_inputs(shape: Shape, dtype: torch.dtype, device: str) -> SimpleNamespace:
-    """A full table of B * M chains; one outcome per request, half of them prepared."""
-    B, M, K = shape["B"], shape["M"], shape["K"]
-    cache = SpeculationCache(2 * B * M, B * M, device, draft_len=K)
-    uid = torch.arange(B, device=device).repeat_interleave(M)
-    branch = torch.arange(M, device=device).repeat(B)
-    base, accepted = torch.full_like(uid, 50), (branch % (K + 1)).to(torch.int32)
-    slot = torch.arange(B * M, dtype=torch.int32, device=device)
-    cache.insert(
-        uid, 3, base, accepted, branch, slot, impl="reference" if device == "cpu" else "auto"
-    )
-    request = torch.arange(B, device=device)
-    extra = torch.where(request < (B + 1) // 2, 0, 10**6)
-    return SimpleNamespace(
-        cache=cache,
-        uid=request,
-        base=base[:B],
-        accepted=torch.zeros(B, dtype=torch.int32, device=device),
-        extra=extra,
-    )
-
-
-def _lookup(impl: str) -> Any:
-    return lambda x: x.cache.lookup(x.uid, 3, x.base, x.accepted, x.extra, impl=impl)
 
 
 def _ours(make: Any, *arguments: str) -> dict[str, Any]:
@@ -283,7 +52,7 @@ register(
             {"R": 8, "V": V, "T": 0.7, "top_p": 0.9},
         ),
         inputs=rows_inputs,
-        providers=_ours(_stats),
+        providers=_ours(stats_op),
         bound=lambda s, size: s["R"] * s["V"] * size,
         limit=1.05,
     )
@@ -301,7 +70,7 @@ register(
             {"R": 8, "V": V, "T": 0.7, "F": 8, "top_p": 0.9},
         ),
         inputs=rows_inputs,
-        providers=_ours(_sample) | outside.samplers(),
+        providers=_ours(sample_op) | outside.samplers(),
         bound=lambda s, size: s["R"] * s["V"] * size,
         limit=1.05,
     )
@@ -322,7 +91,7 @@ def _verify_case(rule: str, rows: Any, *, launches: int, limit: float, **extra: 
                 for T in temperatures
             ),
             inputs=verify_inputs,
-            providers=_ours(_verify, "token" if law == "greedy" else law)
+            providers=_ours(verify_op, "token" if law == "greedy" else law)
             | (outside.verifiers() if rule == "token" else {}),
             bound=lambda s, size: s["B"] * rows(s["K"]) * s["V"] * size,
             limit=limit,
@@ -349,7 +118,7 @@ register(
             {"B": 8, "K": 7, "V": V, "M": 24, "T": 1.0},
         ),
         inputs=outcomes_inputs,
-        providers=_ours(_outcomes),
+        providers=_ours(outcomes_op),
         bound=lambda s, size: s["B"] * (s["K"] + 1) * s["V"] * size,
         limit=1.05,
     )
@@ -373,7 +142,7 @@ register(
             {"B": 8, "M": 16, "K": 7, "L": 2048, "Hq": 32, "Hkv": 8, "D": 128},
         ),
         inputs=attention_inputs,
-        providers=_ours(_attention),
+        providers=_ours(attention_op),
         bound=_attention_bytes,
         flops=lambda s: 4.0 * s["B"] * s["M"] * s["Hq"] * s["D"] * (s["L"] + s["K"] + 1),
         # The interpreter multiplies bfloat16 matrices as if their bits were integers.
@@ -390,7 +159,7 @@ register(
             {"B": 8, "M": 24, "K": 7, "layers": 16, "Hkv": 8, "D": 64},
         ),
         inputs=promotion_inputs,
-        providers=_ours(_promote),
+        providers=_ours(promote_op),
         bound=lambda s, size: (
             2 * s["B"] * (s["K"] + 1) * 2 * s["layers"] * s["Hkv"] * s["D"] * size
         ),
@@ -404,10 +173,77 @@ register(
         gate="tests/kernels/test_cache.py",
         shapes=({"B": 32, "M": 24, "K": 7}, {"B": 1, "M": 24, "K": 7}),
         inputs=cache_inputs,
-        providers=_ours(_lookup),
+        providers=_ours(lookup_op),
         # The key of the outcome, one bucket, the stored key; and for half of them a chain.
         bound=lambda s, size: s["B"] * (36 + 8 + 40 + 13 + 1.5 * 8 * s["K"]),
         limit=4.0,
+        launches=1,
+    )
+)
+register(
+    Case(
+        name="cache_insert",
+        summary="the prepared chains of a round, into the table",
+        gate="tests/kernels/test_cache.py",
+        shapes=({"B": 32, "M": 24, "K": 7}, {"B": 1, "M": 24, "K": 7}),
+        inputs=cache_inputs,
+        providers=_ours(insert_op),
+        # The five fields and the slot in, the key row out, one bucket read and written.
+        bound=lambda s, size: s["B"] * s["M"] * (40 + 40 + 16),
+        limit=4.0,
+        launches=1,
+    )
+)
+register(
+    Case(
+        name="residual",
+        summary="the row that a refused draft is replaced from, for users who want it",
+        gate="tests/kernels/test_residual.py",
+        shapes=({"R": 4, "V": V, "T": 1.0}, {"R": 4, "V": V, "T": 0.7}),
+        inputs=residual_inputs,
+        providers=_ours(residual_op),
+        # Normalisers, mass and the row itself: each needs both inputs, and the last writes.
+        bound=lambda s, size: s["R"] * s["V"] * (3 * 2 * size + 4),
+        limit=1.05,
+        launches=3,
+    )
+)
+register(
+    Case(
+        name="tree_layout",
+        summary="positions and slots of all branches for all steps",
+        gate="tests/kernels/test_tree.py",
+        shapes=({"B": 8, "M": 24, "K": 7},),
+        inputs=layout_inputs,
+        providers=_ours(layout_op),
+        bound=lambda s, size: s["B"] * s["M"] * (12 + 8 + 24 * (s["K"] + 1)),
+        limit=2.0,
+        launches=1,
+    )
+)
+register(
+    Case(
+        name="ngram_propose",
+        summary="what followed the longest earlier match of a request's last tokens",
+        gate="tests/kernels/test_ngram.py",
+        shapes=({"B": 8, "N": 4096, "K": 7},),
+        inputs=ngram_inputs,
+        providers=_ours(ngram_op),
+        bound=lambda s, size: s["B"] * 8 * (s["N"] + s["K"]),
+        limit=1.25,
+        launches=1,
+    )
+)
+register(
+    Case(
+        name="allocate_fan_out",
+        summary="branches by accepted length, in proportion to P(k)^(1/(1+r))",
+        gate="tests/kernels/test_outcomes.py",
+        shapes=({"B": 8, "K": 7, "M": 24},),
+        inputs=fan_out_inputs,
+        providers=_ours(fan_out_op),
+        bound=lambda s, size: s["B"] * (s["K"] + 1) * (8 + 4),
+        limit=2.0,
         launches=1,
     )
 )

@@ -108,7 +108,7 @@ def far_offsets() -> Check:
     """Rows beyond 2^31 elements: the last rows of a buffer of 2.2e9 logits."""
     from saguaro_kernels import Sampling, saguaro_sample
 
-    from .cases import keys
+    from .inputs import keys
 
     vocab, rows, tail = 128256, 17200, 4
     row = Check("int64 offsets", f"R{rows}-V{vocab}")

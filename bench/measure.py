@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import operator
 import os
 import subprocess
 import sys
@@ -150,11 +151,13 @@ def against(base: str, arguments: Sequence[str]) -> list[Result]:
 
 
 def outputs(inputs: Any, result: Any) -> list[torch.Tensor]:
-    """The tensors that a call produced: its result, or the pages that it changed in place."""
-    value = inputs.pages if result is None else result
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [v for v in vars(value).values() if isinstance(v, torch.Tensor)]
+    """The tensors that a call produced: its result, or those that `inputs.changed` names."""
+    if result is None:
+        return [operator.attrgetter(name)(inputs) for name in inputs.changed]
+    if isinstance(result, torch.Tensor):
+        return [result]
+    fields = result if isinstance(result, tuple) else vars(result).values()
+    return [value for value in fields if isinstance(value, torch.Tensor)]
 
 
 def moved(value: Any, device: str) -> Any:
@@ -164,6 +167,8 @@ def moved(value: Any, device: str) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: moved(getattr(value, f.name), device) for f in dataclasses.fields(value)}
         return dataclasses.replace(value, **fields)
+    if isinstance(value, tuple):
+        return tuple(moved(item, device) for item in value)
     if hasattr(value, "__dict__"):
         clone = copy.copy(value)
         clone.__dict__.update({k: moved(v, device) for k, v in vars(value).items()})
