@@ -9,16 +9,18 @@ and register it.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
-from . import distribution
 from .cache.kernels import _cache_insert, _cache_lookup
-from .distribution import RowStats, Sampling
+from .distribution import _row_stats
+from .ngram import _ngram_propose
+from .outcomes import _predict_outcomes
+from .outcomes.fan_out import _allocate_fan_out
 from .promotion import _promote_branch
+from .residual import _residual
+from .sampling import _saguaro_sample
 from .tree import _chain_layout, _tree_layout
 from .tree_attention import _tree_attention
 from .verification import _verify
@@ -33,33 +35,21 @@ def _register(schema: str, implementation: Callable[..., None]) -> None:
     torch.library.register_fake(f"saguaro::{name}", lambda *_: None, lib=_LIBRARY)
 
 
-def copy_fields(result: Any, out: Any) -> None:
-    """Copy a reference's dataclass of tensors into the caller's tensors, field by field."""
-    for field in dataclasses.fields(result):
-        value = getattr(result, field.name)
-        if isinstance(value, torch.Tensor):
-            getattr(out, field.name).copy_(value)
-
-
-def _row_stats(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    min_p: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    impl: str,
-    *out: torch.Tensor,
-) -> None:
-    sampling_ = Sampling(temperature, top_k, top_p, min_p)
-    copy_fields(distribution.row_stats_reference(logits, sampling_, bias=bias), RowStats(*out))
-
-
 _register(
     "row_stats(Tensor logits, Tensor temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, "
     "Tensor? bias, str impl, Tensor(a!) max, Tensor(b!) lse, Tensor(c!) cutoff, Tensor(d!) argmax, "
     "Tensor(e!) cutoff_id, Tensor(f!) status, Tensor(g!) log_sum) -> ()",
     _row_stats,
+)
+
+_register(
+    "saguaro_sample(Tensor logits, Tensor temperature, Tensor? top_k, Tensor? top_p, "
+    "Tensor? min_p, Tensor seed, Tensor base, Tensor? offsets, int offset, int stream, "
+    "int scale_f, Tensor? downweight, Tensor? bias, str impl, Tensor(a!) tokens, Tensor(b!) logq, "
+    "Tensor(c!) lse, Tensor(d!) cutoff, Tensor(e!) scale_logit, Tensor(f!) cutoff_id, "
+    "Tensor(g!) scale_id, Tensor(h!) top_ids, Tensor(i!) top_logits, Tensor(j!) status, "
+    "Tensor(k!)? workspace) -> ()",
+    _saguaro_sample,
 )
 
 _register(
@@ -112,4 +102,32 @@ _register(
     "Tensor accepted, Tensor extra, Tensor? device_generation, int generation, int max_probes, "
     "str impl, Tensor(a!) hit, Tensor(b!) slot, Tensor(c!) out) -> ()",
     _cache_lookup,
+)
+
+_register(
+    "predict_outcomes(Tensor draft_logits, Tensor draft_tokens, Tensor num_draft, "
+    "Tensor temperature, Tensor seed, Tensor base, Tensor? fan_out, Tensor? accept_prob, "
+    "Tensor? cutoff, Tensor? bias, str ranking, str allocation, str impl, Tensor(a!) depth, "
+    "Tensor(b!) tokens, Tensor(c!) score) -> ()",
+    _predict_outcomes,
+)
+
+_register(
+    "allocate_fan_out(Tensor accept_hist, int branches, Tensor? device_r, float r, str impl, "
+    "Tensor(a!) out) -> ()",
+    _allocate_fan_out,
+)
+
+_register(
+    "ngram_propose(Tensor history, Tensor length, int max_n, int min_n, str impl, "
+    "Tensor(a!) tokens, Tensor(b!) count) -> ()",
+    _ngram_propose,
+)
+
+_register(
+    "residual(Tensor target_logits, Tensor draft_logits, Tensor temperature, Tensor? top_k, "
+    "Tensor? top_p, Tensor? min_p, Tensor draft_temperature, Tensor? draft_top_k, "
+    "Tensor? draft_top_p, Tensor? draft_min_p, Tensor? scale, str impl, Tensor(a!) probs, "
+    "Tensor(b!) mass, Tensor(c!) status) -> ()",
+    _residual,
 )

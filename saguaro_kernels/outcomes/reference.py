@@ -1,0 +1,155 @@
+"""Torch reference of outcome prediction: the CPU path, and the specification."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ..distribution import PAD, Sampling
+from ..rng import Keys, Stream, gumbel_reference
+
+NOISE_FROM_TEMPERATURE = 0.5
+"""ranking="auto" uses the noise from here on; below it rarely changes the order."""
+COLDEST = 1e-20
+"""Lower temperatures rank as this one, so that z / T stays finite."""
+Ranking = Literal["auto", "probability", "noise", "coupled"]
+Allocation = Literal["auto", "best", "uniform"]
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """M predicted outcomes a request: by depth, best first within a depth, unused ones last."""
+
+    depth: torch.Tensor
+    """[B, M] int32: accepted drafts k, PAD where unused."""
+    tokens: torch.Tensor
+    """[B, M] int64: the extra token, PAD where unused."""
+    score: torch.Tensor
+    """[B, M] float32: log of the weight (P(k) = 1 without accept_prob), -inf where unused."""
+
+
+def predict_outcomes_reference(
+    draft_logits: torch.Tensor,
+    draft_tokens: torch.Tensor,
+    num_draft: torch.Tensor,
+    sampling: Sampling,
+    keys: Keys,
+    *,
+    branches: int,
+    fan_out: torch.Tensor | None = None,
+    accept_prob: torch.Tensor | None = None,
+    cutoff: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    ranking: Ranking = "auto",
+    allocation: Allocation = "auto",
+) -> Outcomes:
+    """See `predict_outcomes`; one request after another."""
+    batch, rows, vocab = draft_logits.shape
+    device = draft_logits.device
+    best = resolve_allocation(allocation, fan_out, accept_prob) == "best"
+    depth = torch.full((batch, branches), PAD, dtype=torch.int32, device=device)
+    tokens = torch.full((batch, branches), PAD, dtype=torch.int64, device=device)
+    score = torch.full((batch, branches), float("-inf"), device=device)
+    bias = None if bias is None else bias.expand(batch, rows, vocab)
+    for b, last in enumerate(num_draft.tolist()):
+        used = slice(0, last + 1)
+        scores = _scores(
+            draft_logits[b, used],
+            draft_tokens[b, :last],
+            float(sampling.temperature[b]),
+            Keys(keys.seed[b : b + 1], keys.base[b : b + 1]),
+            None if cutoff is None else cutoff[b, used],
+            None if bias is None else bias[b, used],
+            ranking,
+        )
+        log_prob = torch.zeros(last + 1, device=device)
+        if accept_prob is not None:
+            log_prob = _fold_tail(accept_prob[b].float(), last).log()
+        log_prob = log_prob - scores.logsumexp(-1)
+        if fan_out is not None:
+            counts = _fold_tail(fan_out.expand(batch, rows)[b], last).tolist()
+        else:
+            counts = uniform_fan_out(branches, last)
+        width = min(branches, vocab)
+        found = [
+            _top(row, width if best else min(width, counts[k])) for k, row in enumerate(scores)
+        ]
+        weights = [log_prob[k] + values for k, (values, _) in enumerate(found)]
+        if best:
+            counts = _best_counts(weights, branches)
+        first = 0
+        for k, count in enumerate(counts):
+            end = min(first + min(count, len(weights[k])), branches)
+            depth[b, first:end] = k
+            tokens[b, first:end] = found[k][1][: end - first]
+            score[b, first:end] = weights[k][: end - first]
+            first = end
+    return Outcomes(depth, tokens, score)
+
+
+def resolve_allocation(allocation: str, fan_out: object, accept_prob: object) -> str:
+    """ "auto": the given fan_out, else the best by accept_prob, else uniform."""
+    if allocation != "auto":
+        return allocation
+    return "best" if fan_out is None and accept_prob is not None else "uniform"
+
+
+def uniform_fan_out(branches: int, num_draft: int) -> list[int]:
+    """Equal shares of k = 0..num_draft; what is left over goes to the largest k, one each."""
+    share, left = divmod(branches, num_draft + 1)
+    return [share + (k > num_draft - left) for k in range(num_draft + 1)]
+
+
+def _fold_tail(values: torch.Tensor, last: int) -> torch.Tensor:
+    """Entries k > num_draft count for k = num_draft: that is where those outcomes end up."""
+    return torch.cat((values[:last], values[last:].sum(0, keepdim=True)))
+
+
+def _scores(
+    logits: torch.Tensor,
+    drafted: torch.Tensor,
+    temperature: float,
+    keys: Keys,
+    cutoff: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    ranking: str,
+) -> torch.Tensor:
+    """z / T + g of rows 0..num_draft, -inf where an id is no candidate: [rows, V] float32."""
+    rows, vocab = logits.shape
+    scores = logits.float() if bias is None else logits.float() + bias
+    scores = torch.where(scores < torch.inf, scores, -torch.inf)  # NaN and +inf: no candidates
+    if cutoff is not None:
+        scores.masked_fill_(scores < cutoff[:, None], -torch.inf)
+    if temperature > 0:
+        scores *= 1.0 / max(temperature, COLDEST)
+        if ranking == "auto":
+            ranking = "noise" if temperature >= NOISE_FROM_TEMPERATURE else "probability"
+        if ranking != "probability":
+            stream = Stream.EXTRA if ranking == "noise" else Stream.COUPLED
+            offsets = torch.arange(rows, device=logits.device)
+            keys = Keys(keys.seed.expand(rows), keys.base.expand(rows))
+            scores += gumbel_reference(keys, offsets, stream, vocab)
+    scores[torch.arange(rows - 1, device=logits.device), drafted] = -torch.inf
+    return scores
+
+
+def _top(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `width` best of one row, of equal ones the lowest ids; fewer if fewer are allowed."""
+    values, ids = scores.topk(min(width + 1, scores.numel()))
+    if values.numel() > width > 0 and values[width - 1] == values[width]:  # a tie at the boundary
+        ids = (scores >= values[width]).nonzero()[:, 0]
+    ids = ids.sort().values
+    values, order = scores[ids].sort(descending=True, stable=True)
+    allowed = values[:width] > -torch.inf
+    return values[:width][allowed], ids[order[:width]][allowed]
+
+
+def _best_counts(weights: list[torch.Tensor], branches: int) -> list[int]:
+    """How many each depth has among the best of all; of equal weights the lowest depth first."""
+    owner = torch.repeat_interleave(torch.tensor([len(row) for row in weights]))
+    flat = torch.cat(weights).cpu()
+    best = flat.sort(descending=True, stable=True).indices[:branches]
+    best = best[flat[best] > -torch.inf]
+    return torch.bincount(owner[best], minlength=len(weights)).tolist()
