@@ -3,8 +3,9 @@
     temperature 0    AR, SD and SSD against transformers' own greedy generate
     temperature 1    SSD against SD, and alone against in a batch of four, seed for seed
 
-Where two texts part, the deciding comparison is computed again from fresh forwards; below 1e-3 it is a
-near tie of two roundings, at most one text in twenty may have one, and any other difference fails.
+Where two texts part, the deciding comparison is computed again from fresh forwards; below 1e-3 it
+is a near tie of two roundings, at most one text in twenty may have one, and any other difference
+fails.
 """
 
 from __future__ import annotations
@@ -91,9 +92,7 @@ class Equality:
         impl: str = "auto",
     ) -> None:
         self.target, self.draft, self.prompts, self.tokens = target, draft, prompts, tokens
-        self.config = EngineConfig(
-            k=4, branches=20, rule="token", reproducible=True, impl=impl
-        )
+        self.config = EngineConfig(k=4, branches=20, rule="token", reproducible=True, impl=impl)
 
     def run(self, method: str, temperature: float, batch: int = 1) -> list[Output]:
         config = dataclasses.replace(self.config, method=method, max_batch=batch)
@@ -176,7 +175,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench equality", description=__doc__)
     parser.add_argument("--target", metavar="PATH", help="default: the demo's pair")
     parser.add_argument("--draft", metavar="PATH")
-    parser.add_argument("--prompts", type=int, default=20, help="half chat, half code (%(default)s)")
+    parser.add_argument(
+        "--prompts", type=int, default=20, help="half chat, half code (%(default)s)"
+    )
     parser.add_argument("--tokens", type=int, default=64, help="per prompt (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)

@@ -39,7 +39,7 @@ def resolve_impl(impl: str, device: torch.device) -> Literal["triton", "referenc
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make `device` current for a launch: Triton launches on the current device, not the tensors'."""
+    """Make `device` current: Triton launches on the current device, not the tensors'."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
@@ -52,7 +52,7 @@ def check_tensor(
     *,
     contiguous_last: bool = False,
 ) -> None:
-    """Raise unless `tensor` has this shape (None = any size), one of these dtypes and this device."""
+    """Raise unless `tensor` has this shape (None = any), one of these dtypes and this device."""
     if not isinstance(tensor, torch.Tensor):
         raise DTypeError(f"{name}: got {type(tensor).__name__}, want a torch.Tensor")
     wanted = "[" + ", ".join("*" if size is None else str(size) for size in shape) + "]"

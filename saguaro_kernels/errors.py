@@ -1,4 +1,4 @@
-"""The errors of both packages: each names the argument, what it got, what it wants, and what to do."""
+"""The errors of both packages: each names the argument, what it got and what it wants."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def build_lane(draft: Any, target: Built, config: EngineConfig) -> Lane | None:
 
         check_same_tokenizer(str(draft), target.tokenizer)
         draft = load_draft(str(draft), target.source)
-    options = {
+    options: dict[str, Any] = {
         "draft_len": config.draft_len,
         "branches": config.fan_out,
         "rule": config.rule,
@@ -73,7 +73,7 @@ def build_lane(draft: Any, target: Built, config: EngineConfig) -> Lane | None:
     scratch = (config.draft_len + 1) * (config.fan_out + 1)
     tokens = config.max_tokens + config.max_batch * (_PAGE + scratch)
     rows = config.max_batch
-    if config.lane == "inline" or (config.lane == "auto" and (os.cpu_count() or 1) < 2):
+    if choose_lane(config) == "inline":
         model = as_model(draft, rows=rows, tokens=tokens, impl=config.impl)
         return InlineLane(Speculator(model, rows=rows, **options))
     head = draft.get_output_embeddings() if hasattr(draft, "get_output_embeddings") else None
@@ -90,6 +90,13 @@ def build_lane(draft: Any, target: Built, config: EngineConfig) -> Lane | None:
     )
     lane.wait_ready()
     return lane
+
+
+def choose_lane(config: EngineConfig) -> str:
+    """The lane a draft runs on; "auto" is a process where there is a core for it."""
+    if config.lane != "auto":
+        return config.lane
+    return "process" if (os.cpu_count() or 1) > 1 else "inline"
 
 
 def share_cores(config: EngineConfig, lane: Lane | None) -> Callable[[], None]:

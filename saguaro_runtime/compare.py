@@ -1,8 +1,8 @@
 """Are two texts the same text? Equal, different, or parted by a near tie of two forwards.
 
 Forwards of different widths round differently. Where two runs of one seed part, the comparison that
-decided is computed again from fresh forwards over the common prefix. If it was closer than TIE, rounding
-may have turned it; if not, something else did.
+decided is computed again from fresh forwards over the common prefix. If it was closer than TIE,
+rounding may have turned it; if not, something else did.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .config import EngineConfig
 from .requests import Round, SamplingParams
 
 TIE = 1e-3
-"""Gap of the deciding comparison, in logits or relative probability, below which rounding may decide."""
+"""Gap in logits or relative probability below which rounding may decide a comparison."""
 
 
 class Comparison(NamedTuple):
-    """verdict; where they part (index of the new token) and how close the decision was, if they do."""
+    """verdict; if they part, where (index of the new token) and how close the decision was."""
 
     verdict: Literal["equal", "near_tie", "different"]
     position: int | None = None
@@ -47,8 +47,8 @@ def compare_texts(
 
     Args:
         first, second: their token ids; prompt: its ids; params: how both were sampled.
-        target, draft: transformers models in the runs' dtype. draft, config and rounds (the first run's
-            `Output.rounds`) are needed where the temperature is above 0.
+        target, draft: transformers models in the runs' dtype. draft, config and rounds (the first
+            run's `Output.rounds`) are needed where the temperature is above 0.
     """
     length = min(len(first), len(second))
     part = next((i for i in range(length) if first[i] != second[i]), length)
@@ -78,7 +78,7 @@ def _gaps(
     draft: Any,
     rule: str,
 ) -> Iterator[float]:
-    """How close each comparison was that the token after `prefix`, in the round of `base`, hung on."""
+    """How close the comparisons were that the token after `prefix` hung on, in its round."""
     keys = Keys(torch.tensor([params.seed]), torch.tensor([base]))
     offset = len(prefix) - base
     if rule == "coupled" or offset >= drafted:
@@ -121,7 +121,9 @@ def _block_threshold(ratio: float, wanted: torch.Tensor, proposal: torch.Tensor)
 
 def _last_logits(model: Any, ids: Sequence[int]) -> torch.Tensor:
     with torch.no_grad():
-        return model(torch.tensor([list(ids)]), logits_to_keep=1, use_cache=False).logits[0, -1].double()
+        out = model(torch.tensor([list(ids)]), logits_to_keep=1, use_cache=False)
+    logits: torch.Tensor = out.logits[0, -1].double()
+    return logits
 
 
 def _law(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -142,9 +144,7 @@ def _law(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     return (logits / params.temperature).masked_fill(~kept[0], -torch.inf).log_softmax(-1)
 
 
-def _draw(
-    log_prob: torch.Tensor, keys: Keys, offset: int, stream: Stream
-) -> tuple[int, float]:
+def _draw(log_prob: torch.Tensor, keys: Keys, offset: int, stream: Stream) -> tuple[int, float]:
     """The Gumbel-argmax of a row, and the distance of the runner-up."""
     noise = gumbel_reference(keys, offset, stream, len(log_prob))[0].double()
     best = (log_prob + noise).topk(2)

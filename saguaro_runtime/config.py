@@ -6,16 +6,19 @@ import enum
 from dataclasses import dataclass
 from typing import Literal
 
+from saguaro_kernels._launch import Impl
 from saguaro_kernels.errors import ConfigError
+from saguaro_kernels.outcomes import Allocation, Ranking
 
 Method = Literal["ar", "sd", "ssd"]
+Rule = Literal["token", "block", "hsd", "coupled"]
 
 
 class Fallback(str, enum.Enum):
     """What a row does when its outcome was not among the predicted ones."""
 
     IMMEDIATE_RETRY = "immediate_retry"
-    """The drafter drafts a short chain (a third of k) for the missed rows; the others wait for it."""
+    """The missed rows get a short chain, a third of k; the others wait for it."""
     BATCHED_RETRY = "batched_retry"
     """The missed rows are redrafted together, k tokens each; the others wait for it."""
     PARTIAL_ACCEPT = "partial_accept"
@@ -43,14 +46,17 @@ class EngineConfig:
         k: tokens drafted per round, 1..64.
         branches: outcomes prepared per request and round ("ssd"), 1..1024.
         ranking: how outcomes are ranked; "auto" looks at the request's temperature.
-        allocation: how branches are shared among accepted lengths.
+        allocation: how branches are shared among accepted lengths: "uniform", or "best", the
+            likeliest outcomes of all lengths by an estimate of the acceptance that learns as it
+            goes.
         fallback: what a missed row does; "auto" retries at batch 1 and goes on undrafted above.
-        reproducible: k is fixed and a missed row is redrafted with all of it, so a seed's text is the
-            same alone and in a batch, on any lane, and under "sd" and "ssd".
+        reproducible: k is fixed and a missed row is redrafted with all of it, so a seed's text is
+            the same alone and in a batch, on any lane, and under "sd" and "ssd".
         lane: where the draft runs; "process" is a second process, "inline" this one, in turn.
         max_batch: most requests decoded at once.
         max_tokens: key-value slots of all requests together, prompts included.
-        threads, draft_threads: CPU threads of the target and of a draft process; None shares the cores.
+        threads, draft_threads: CPU threads of the target and of a draft process; None shares the
+            cores.
         draft_timeout_s: how long a round waits for the draft before it goes on without.
         impl: implementation of the kernels, see saguaro_kernels.
 
@@ -59,11 +65,11 @@ class EngineConfig:
     """
 
     method: Method = "ssd"
-    rule: str = "block"
+    rule: Rule = "block"
     k: int = 4
     branches: int = 20
-    ranking: str = "auto"
-    allocation: str = "uniform"
+    ranking: Ranking = "auto"
+    allocation: Allocation = "best"
     fallback: str = "auto"
     reproducible: bool = False
     lane: str = "auto"
@@ -72,7 +78,7 @@ class EngineConfig:
     threads: int | None = None
     draft_threads: int = 1
     draft_timeout_s: float = 30.0
-    impl: str = "auto"
+    impl: Impl = "auto"
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

@@ -1,8 +1,8 @@
 """The engine: requests join, decode in rounds, and leave.
 
-One round, in `Engine.step`: the drafter answers the last outcome with chains and drafts ahead on its
-own; meanwhile the target verifies; what it accepts, and one token more, is committed. `method` decides
-only what the drafter does: nothing ("ar"), chains ("sd"), or chains and branches ("ssd").
+One round, in `Engine.step`: the drafter answers the last outcome with chains and drafts ahead on
+its own; meanwhile the target verifies; what it accepts, and one token more, is committed. `method`
+decides only what the drafter does: nothing ("ar"), chains ("sd"), or chains and branches ("ssd").
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ class Engine:
         target, draft: a loaded transformers model, a folder or hub name, or a `Model`. draft may be
             None with method="ar".
         config: see EngineConfig.
-        tokenizer: a transformers tokenizer; needed for string prompts, text and stop strings. Default:
-            that of `target` where it is a path.
+        tokenizer: a transformers tokenizer; needed for string prompts, text and stop strings.
+            Default: that of `target` where it is a path.
 
     Raises:
-        ConfigError, UnsupportedError: models that do not fit each other or cannot be run, before any work.
+        ConfigError, UnsupportedError: models that do not fit each other or cannot be run, before
+            any work.
     """
 
     def __init__(
@@ -82,8 +83,9 @@ class Engine:
                 return []
             reply = self.lane.next_chain(turn) if self.lane else None
             store = self.lane.chain if self.lane and reply else self._undrafted
-            draft = store.draft(turn.rows, self.scheduler.sampling(turn))
-            verdict = self.verifier.verify(turn, draft, self.scheduler.keys(turn))
+            sampling, keys = self.scheduler.sampling(turn), self.scheduler.keys(turn)
+            draft = store.draft(turn.rows, sampling)
+            verdict = self.verifier.verify(turn, draft, sampling, keys)
             finished = self.scheduler.commit(turn, draft, verdict, reply.hit if reply else None)
             self._release()
         self._busy_s += time.monotonic() - start
@@ -128,6 +130,13 @@ class Engine:
                 yield piece
         finally:
             self.cancel(request)
+
+    def reset_stats(self) -> None:
+        """Forget counts and times so far, after a warm-up say; running requests keep theirs."""
+        self.stats()
+        self.spans.clear()
+        self.scheduler.counts = Counts()
+        self._busy_s = 0.0
 
     def stats(self) -> dict[str, Any]:
         """Counts and times since the engine began, see docs/operations.md."""

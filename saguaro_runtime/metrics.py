@@ -11,14 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 Source = Literal["first", "asked", "hit", "miss"]
-"""Why a round had the chain it had: a request's first round, which has none; a chain drafted on demand,
-where nothing is prepared; the outcome before it was prepared; or it could have been and was not."""
+"""Why a round had the chain it had: a request's first round, which has none; a chain drafted on
+demand, where nothing is prepared; the outcome before it was prepared; or it could have been and
+was not."""
 
 _KEPT_SPANS = 200_000
 
 
 class Span(NamedTuple):
-    """A stretch of work: `lane` did `name` from `start` to `end`, in seconds of the monotonic clock."""
+    """`lane` did `name` from `start` to `end`, in seconds of the monotonic clock."""
 
     lane: str
     name: str
@@ -53,7 +54,7 @@ def mean_ms(spans: list[Span], name: str) -> float:
 
 
 def overlap(spans: list[Span], inner: str, outer: str) -> float:
-    """Share of the time of `inner` spans that lies inside `outer` spans of other lanes, in [0, 1]."""
+    """Share of the time of `inner` spans inside `outer` spans of other lanes, in [0, 1]."""
     outers = sorted((span.start, span.end, span.lane) for span in spans if span.name == outer)
     total = covered = 0.0
     for span in spans:
@@ -110,7 +111,7 @@ class Counts:
     rounds_after: dict[str, int] = field(default_factory=dict)
 
     def add_round(self, drafted: int, accepted: int, committed: int, source: Source) -> None:
-        """A round of one row; fewer than accepted + 1 tokens are committed where it ends the text."""
+        """A round of one row; where it ends the text, fewer than accepted + 1 are committed."""
         self.rounds += 1
         self.tokens += committed
         self.drafted += drafted

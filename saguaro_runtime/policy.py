@@ -8,8 +8,9 @@ from .config import EngineConfig, Fallback
 def choose_fallback(config: EngineConfig, batch: int) -> Fallback:
     """The fallback of this round: the configured one, or by batch where it is "auto".
 
-    Alone, a short redraft gains more than it costs. In a batch the other rows would wait for it, so the
-    missed row goes on undrafted; its next outcome is one row of the draft and hardly ever missed.
+    Alone, a short redraft gains more than it costs. In a batch the other rows would wait for it,
+    so the missed row goes on undrafted; its next outcome is one row of the draft and hardly ever
+    missed.
     """
     if config.reproducible or config.method != "ssd":
         return Fallback.BATCHED_RETRY

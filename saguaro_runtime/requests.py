@@ -22,10 +22,12 @@ class SamplingParams:
     Args:
         max_new_tokens: most tokens to generate, >= 0.
         temperature: >= 0; 0 is greedy.
-        top_k, top_p, min_p: filters, in this order; None is off. top_k >= 1, 0 < top_p <= 1, 0 <= min_p <= 1.
+        top_k, top_p, min_p: filters, in this order; None is off. top_k >= 1, 0 < top_p <= 1, 0 <=
+            min_p <= 1.
         seed: the text is a function of it; two requests with one seed and one prompt give one text.
         stop: strings that end the text; they are cut off.
-        stop_token_ids: ids that end the text, beside the model's end-of-sequence ids; kept in token_ids.
+        stop_token_ids: ids that end the text, beside the model's end-of-sequence ids; kept in
+            token_ids.
         ignore_eos: do not end at the model's end-of-sequence ids.
 
     Raises:
@@ -62,7 +64,7 @@ def _require(name: str, got: object, wanted: str, good: bool) -> None:
 
 
 class Round(NamedTuple):
-    """One round of a request: tokens committed before it, drafted for it, committed by it, its Source."""
+    """One round: tokens committed before it, drafted for it, committed by it, its Source."""
 
     base: int
     drafted: int
@@ -72,7 +74,7 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True)
 class Output:
-    """A finished request. `metrics`: sums over its rounds (metrics.Counts); `rounds`: each of them."""
+    """A finished request. `metrics`: sums over its rounds, see metrics.Counts."""
 
     token_ids: list[int]
     text: str
@@ -82,7 +84,7 @@ class Output:
 
 
 class TextStream:
-    """Turns token ids into text as they come, without half characters and without the stop string."""
+    """Turns token ids into text as they come, without half characters and stop strings."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         self.text = ""
@@ -118,7 +120,7 @@ class TextStream:
         return piece
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def _accept(self, piece: str) -> None:
         start = max(0, len(self.text) - self._hold)
@@ -186,6 +188,4 @@ class Request:
         """What the request returned, so far if it has not finished."""
         text = self.stream.text if self.stream is not None else ""
         reason = self.finish_reason or "cancelled"
-        return Output(
-            list(self.token_ids), text, reason, self.counts.summary(), list(self.rounds)
-        )
+        return Output(list(self.token_ids), text, reason, self.counts.summary(), list(self.rounds))

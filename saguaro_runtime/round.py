@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
@@ -30,7 +30,8 @@ class Turn:
     Attributes:
         number: round number of the engine; branches of round n answer turn n + 1 alone.
         rows, uid, base, last: [B] int64; base = committed tokens, last = the last of them.
-        accepted: [B] int32, accepted drafts of the round that ended; -1 for a row that has just joined.
+        accepted: [B] int32, accepted drafts of the round that ended; -1 for a row that has just
+            joined.
         budget: [B] int32, most tokens the next chain may have.
         retry: [B] int32, tokens to draft now if the outcome was not predicted.
     """
@@ -86,8 +87,8 @@ def allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 class ChainStore:
     """Drafted chains with all that verification needs of them; leading dimensions as given.
 
-    tokens, logq, lse, cutoff, cutoff_id, scale_logit, scale_id [..., K]; logits [..., K + 1, V], whose
-    row K is what the draft predicts after the whole chain; num_draft [...].
+    tokens, logq, lse, cutoff, cutoff_id, scale_logit, scale_id [..., K]; logits [..., K + 1, V],
+    whose row K is what the draft predicts after the whole chain; num_draft [...].
     """
 
     SCALARS = ("logq", "lse", "cutoff", "scale_logit")
@@ -150,7 +151,3 @@ def _picker(rows: torch.Tensor, size: int) -> Callable[[torch.Tensor], torch.Ten
     if count <= size and torch.equal(rows, torch.arange(count, device=rows.device)):
         return lambda tensor: tensor[:count]
     return lambda tensor: tensor[rows]
-
-
-def turn_fields() -> tuple[str, ...]:
-    return tuple(field.name for field in fields(Turn))

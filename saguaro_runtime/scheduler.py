@@ -1,4 +1,4 @@
-"""Who decodes: requests wait, get a row, take part in rounds and leave. No tensor work, no models."""
+"""Who decodes: requests wait, get a row, take part in rounds and leave. No models here."""
 
 from __future__ import annotations
 
@@ -173,7 +173,8 @@ class Scheduler:
         )
         if self._slots(request) > self.config.max_tokens:
             raise ConfigError(
-                f"prompt: {len(ids)} tokens and {request.limit} new ones need {self._slots(request)} "
-                f"key-value slots, max_tokens={self.config.max_tokens}; raise it, or ask for fewer"
+                f"prompt: {len(ids)} tokens and {request.limit} new ones need "
+                f"{self._slots(request)} key-value slots, max_tokens={self.config.max_tokens}; "
+                "raise it, or ask for fewer"
             )
         return request

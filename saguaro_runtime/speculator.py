@@ -4,8 +4,9 @@
                         miss: the row is redrafted, as far as the turn allows
     look_ahead()        predict the outcomes of the chain, draft a branch for each, file them
 
-With branches = 0 this is the drafter of standard speculative decoding. Only draft probabilities and the
-noise the verifier itself will use decide what is prepared; nothing here can change what is accepted.
+With branches = 0 this is the drafter of standard speculative decoding. Only draft probabilities
+and the noise the verifier itself will use decide what is prepared; nothing here can change what is
+accepted.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from __future__ import annotations
 import torch
 
 from saguaro_kernels import PAD, Sample, Stream, saguaro_sample
+from saguaro_kernels._launch import Impl
 from saguaro_kernels.cache import SpeculationCache
-from saguaro_kernels.outcomes import predict_outcomes
+from saguaro_kernels.outcomes import Allocation, Ranking, predict_outcomes
 
+from .acceptance import AcceptanceModel
+from .config import Rule
 from .metrics import Timeline
 from .models.protocol import Model
 from .round import Admission, Allocate, ChainStore, RowTable, Turn, allocate_zeros
@@ -31,16 +35,16 @@ class Speculator:
         rows: int,
         draft_len: int,
         branches: int,
-        rule: str = "token",
-        ranking: str = "auto",
-        allocation: str = "uniform",
+        rule: Rule = "token",
+        ranking: Ranking = "auto",
+        allocation: Allocation = "uniform",
         target_vocab: int | None = None,
-        impl: str = "auto",
+        impl: Impl = "auto",
         allocate: Allocate = allocate_zeros,
         timeline: Timeline | None = None,
     ) -> None:
         self.model, self.draft_len, self.branches, self.impl = model, draft_len, branches, impl
-        self.ranking = "coupled" if rule == "coupled" else ranking
+        self.ranking: Ranking = "coupled" if rule == "coupled" else ranking
         self.allocation = allocation
         self.stream = Stream.COUPLED if rule == "coupled" else Stream.DRAFT
         self.timeline = timeline or Timeline("draft")
@@ -54,6 +58,9 @@ class Speculator:
         self.depth = torch.full((rows, branches), PAD, dtype=torch.int32)
         entries = rows * branches
         self.cache = SpeculationCache(max(2 * entries, 2), max(entries, 1), torch.device("cpu"))
+        self.acceptance = AcceptanceModel(draft_len)
+        self._features = self.acceptance.features(*torch.zeros(2, rows, draft_len))
+        self._expected = torch.zeros(rows, dtype=torch.bool)
         self._turn: Turn | None = None
         self._redrafted = torch.zeros(rows, dtype=torch.bool)
 
@@ -79,6 +86,7 @@ class Speculator:
 
     def next_chain(self, turn: Turn) -> torch.Tensor:
         """Make each row's next chain; returns whether the outcome was predicted, [B] bool."""
+        self._learn(turn)
         found = self.cache.lookup(
             turn.uid,
             torch.full_like(turn.uid, turn.number - 1),
@@ -157,12 +165,15 @@ class Speculator:
         rows = turn.rows
         trunk_len = (turn.base - 1).to(torch.int32)
         with self.timeline.span("predict"):
+            logits, drafted = self.chain.logits[rows], self.chain.tokens[rows]
+            num_draft = self.chain.num_draft[rows]
             outcomes = predict_outcomes(
-                self.chain.logits[rows],
-                self.chain.tokens[rows],
-                self.chain.num_draft[rows],
+                logits,
+                drafted,
+                num_draft,
                 self.table.sampling(rows),
                 self.table.keys(rows, turn.base),
+                accept_prob=self._accept_prob(rows, logits[:, :-1], drafted, num_draft),
                 branches=self.branches,
                 ranking=self.ranking,
                 allocation=self.allocation,
@@ -189,8 +200,41 @@ class Speculator:
                 tokens = sample.tokens.view_as(tokens)
         self._file(turn, outcomes.depth, outcomes.tokens)
 
+    def _accept_prob(
+        self,
+        rows: torch.Tensor,
+        logits: torch.Tensor,
+        drafted: torch.Tensor,
+        num_draft: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """P(k) of the chains, [B, K + 1]; what it is made of is kept to learn from the outcome."""
+        if self.allocation != "best":
+            return None
+        temperature = self.table.temperature[rows]
+        greedy = temperature == 0
+        scale = torch.where(greedy, 1.0, temperature)[:, None, None]
+        log_prob = (logits.float() / scale).log_softmax(-1)
+        logq = log_prob.gather(-1, drafted[..., None].clamp(0, self.vocab_size - 1))[..., 0]
+        # A zero probability adds nothing to the entropy, and a broken row must not spoil the
+        # weights.
+        entropy = -(log_prob.exp() * log_prob).nan_to_num(0.0).sum(-1)
+        self._features[rows] = self.acceptance.features(logq.nan_to_num(-12.0), entropy)
+        self._expected[rows] = True
+        return self.acceptance.lengths(self._features[rows], greedy, num_draft)
+
+    def _learn(self, turn: Turn) -> None:
+        """Take the outcome of chains whose lengths were estimated."""
+        known = self._expected[turn.rows] & (turn.accepted >= 0)
+        rows = turn.rows[known]
+        if len(rows):
+            greedy = self.table.temperature[rows] == 0
+            self.acceptance.learn(
+                self._features[rows], greedy, self.chain.num_draft[rows], turn.accepted[known]
+            )
+        self._expected[turn.rows] = False
+
     def _file(self, turn: Turn, depth: torch.Tensor, extra: torch.Tensor) -> None:
-        """Enter the branches in the cache, keyed by the outcome they answer; slot = row * M + branch."""
+        """Enter the branches in the cache by the outcome they answer; slot = row * M + branch."""
         used = depth >= 0
         slot = turn.rows[:, None] * self.branches + torch.arange(self.branches)
         spread = lambda value: value[:, None].expand_as(used)[used]  # noqa: E731

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from saguaro_kernels import Keys
+from saguaro_kernels import Keys, Sampling
+from saguaro_kernels._launch import Impl
 from saguaro_kernels.verification import Draft, Verdict, verify
 
+from .config import Rule
 from .metrics import Timeline
 from .models.protocol import Model
 from .round import Turn
@@ -15,13 +17,13 @@ from .round import Turn
 class Verifier:
     """Feeds [last, d_1..d_K] at the row's end and judges the drafts by the target's rows."""
 
-    def __init__(self, model: Model, *, rule: str, impl: str, timeline: Timeline) -> None:
+    def __init__(self, model: Model, *, rule: Rule, impl: Impl, timeline: Timeline) -> None:
         self.model, self.rule, self.impl, self.timeline = model, rule, impl, timeline
 
-    def verify(self, turn: Turn, draft: Draft, keys: Keys) -> Verdict:
+    def verify(self, turn: Turn, draft: Draft, sampling: Sampling, keys: Keys) -> Verdict:
         """The outcome of the turn's chains: a Verdict of B rows."""
         tokens = torch.cat((turn.last[:, None], draft.tokens.clamp(min=0)), dim=1)
         with self.timeline.span("verify"):
             with self.timeline.span("target_forward"):
                 logits = self.model.extend(turn.rows, tokens, (turn.base - 1).to(torch.int32))
-            return verify(logits, draft, draft.sampling, keys, rule=self.rule, impl=self.impl)
+            return verify(logits, draft, sampling, keys, rule=self.rule, impl=self.impl)

@@ -38,7 +38,7 @@ def model(law: torch.Tensor, rows: int = 8, **options: Any) -> ScriptedModel:
 def texts(
     running: Engine, prompt: Sequence[int], count: int, new_tokens: int, seed: int = 0
 ) -> np.ndarray:
-    """New tokens of `count` requests at temperature 1 with seeds of their own: [count, new_tokens]."""
+    """New tokens of `count` sampled requests with seeds of their own: [count, new_tokens]."""
     each = [
         SamplingParams(max_new_tokens=new_tokens, temperature=1.0, seed=seed * 1_000_003 + index)
         for index in range(count)

@@ -35,7 +35,7 @@ class Lane(Protocol):
         """Rows whose requests have ended."""
 
     def next_chain(self, turn: Turn) -> Reply | None:
-        """The chains that follow an outcome; None where the draft is late or off: go on undrafted."""
+        """The chains that follow an outcome; None where the draft is late or off: go undrafted."""
 
     def spans(self) -> list[Span]:
         """Work done on the draft's side since the last call, as far as it is known."""

@@ -9,7 +9,7 @@ from .base import Reply
 
 
 class InlineLane:
-    """Runs the drafter in the caller's thread. Nothing overlaps; every other lane must agree with it."""
+    """Runs the drafter in the caller's thread; every other lane must give the same tokens."""
 
     def __init__(self, speculator: Speculator) -> None:
         self.speculator = speculator

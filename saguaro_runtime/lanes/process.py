@@ -1,7 +1,9 @@
-"""A second process for the draft: two models overlap fully there, two threads of one process do not."""
+"""A second process for the draft: there two models overlap, in two threads they do not."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import pickle
 import socket
@@ -16,7 +18,7 @@ import torch
 from saguaro_kernels.errors import ConfigError, SaguaroError
 
 from ..metrics import Span
-from ..round import Admission, ChainStore, Turn, turn_fields
+from ..round import Admission, ChainStore, Turn
 from .base import Reply
 from .memory import Arena, padded_bytes
 from .worker import Setup
@@ -29,8 +31,8 @@ _LOST = (EOFError, OSError)
 class ProcessLane:
     """Runs the drafter in a process of its own; chains come back through shared memory.
 
-    The process is started by a plain command, so scripts need no `if __name__ == "__main__"`. It ends
-    when the engine closes or dies. If it dies first, `off` says so and rows go on undrafted.
+    The process is started by a plain command, so scripts need no `if __name__ == "__main__"`. It
+    ends when the engine closes or dies. If it dies first, `off` says so and rows go on undrafted.
     """
 
     def __init__(
@@ -45,7 +47,8 @@ class ProcessLane:
         timeout_s: float,
         speculator: dict[str, Any],
     ) -> None:
-        """`model`: a transformers model or a picklable `Model`; `speculator`: options of Speculator.
+        """`model`: a transformers model or a picklable `Model`; `speculator`: options of
+        Speculator.
 
         Raises:
             ConfigError: the model cannot be sent to another process.
@@ -103,15 +106,12 @@ class ProcessLane:
         self._send(("release", rows))
 
     def next_chain(self, turn: Turn) -> Reply | None:
-        arrays = {
-            name: value.numpy() if isinstance(value := getattr(turn, name), torch.Tensor) else value
-            for name in turn_fields()
-        }
+        _, *tensors = (getattr(turn, field.name) for field in dataclasses.fields(turn))
         while self._unanswered and self._answer(0.0) is not None:
             pass
         # A draft that is still at an earlier turn is not waited for again until it has caught up.
         timeout_s = 0.0 if self._unanswered else self._timeout_s
-        self._send(("turn", arrays))
+        self._send(("turn", turn.number, [tensor.numpy() for tensor in tensors]))
         self._unanswered += 1
         answer = self._answer(timeout_s)
         if answer is None or answer[1] != turn.number:
@@ -178,10 +178,14 @@ class ProcessLane:
 
     def _lose(self, reason: str | None = None) -> None:
         self._end()
-        self.off = self.off or reason or f"the draft process ended (exit code {self._process.returncode})"
+        self.off = (
+            self.off or reason or f"the draft process ended (exit code {self._process.returncode})"
+        )
 
 
-def _store_bytes(*sizes: Any) -> int:
+def _store_bytes(
+    leading: tuple[int, ...], draft_len: int, vocab_size: int, dtype: torch.dtype
+) -> int:
     total = 0
 
     def measure(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -189,7 +193,7 @@ def _store_bytes(*sizes: Any) -> int:
         total += padded_bytes(shape, dtype)
         return torch.empty(0)
 
-    ChainStore(*sizes, allocate=measure)
+    ChainStore(leading, draft_len, vocab_size, dtype, measure)
     return total
 
 
@@ -210,10 +214,8 @@ def _file_of(model: Any) -> int:
 
 def _stop(process: subprocess.Popen[bytes], connection: Connection) -> None:
     """End the process: ask, then insist. Its end of the pipe is gone either way."""
-    try:
+    with contextlib.suppress(*_LOST):
         connection.send(("close",))
-    except _LOST:
-        pass
     connection.close()
     try:
         process.wait(timeout=1.0)

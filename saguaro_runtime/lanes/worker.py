@@ -1,7 +1,7 @@
 """The draft process: builds a Speculator, answers turns, drafts ahead while nobody waits.
 
-Messages from the engine: ("admit", admissions), ("release", rows), ("turn", arrays), ("spans",), ("close",).
-Answers: ("ready",), ("chain", number, hit, spans), ("spans", spans), ("error", text).
+The engine sends ("admit", admissions), ("release", rows), ("turn", number, arrays), ("spans",) and
+("close",). It answers ("ready",), ("chain", number, hit, spans), ("spans", spans), ("error", text).
 """
 
 from __future__ import annotations
@@ -57,12 +57,8 @@ def _serve(connection: Connection) -> None:
     while True:
         kind, *payload = connection.recv()
         if kind == "turn":
-            turn = Turn(
-                **{
-                    name: value if name == "number" else torch.from_numpy(value)
-                    for name, value in payload[0].items()
-                }
-            )
+            number, arrays = payload
+            turn = Turn(number, *(torch.from_numpy(array) for array in arrays))
             hit = speculator.next_chain(turn)
             connection.send(("chain", turn.number, hit.numpy(), speculator.timeline.drain()))
             speculator.look_ahead(late=connection.poll())

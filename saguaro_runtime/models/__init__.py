@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from saguaro_kernels._launch import Impl
+
 from .protocol import Model
 
 
-def as_model(model: Any, *, rows: int, tokens: int, impl: str) -> Model:
+def as_model(model: Any, *, rows: int, tokens: int, impl: Impl) -> Model:
     """`model` itself if it is a `Model`, else the adapter around a transformers model.
 
     rows: most requests at once; tokens: key-value slots of all of them together.

@@ -10,8 +10,8 @@ from saguaro_kernels.errors import ConfigError
 class PagedKV:
     """Keys and values of all layers for up to `rows` requests of different lengths.
 
-    Slot j of row r lies in page page_table[r, j // page_size] at j % page_size. Unused entries of the
-    page table are 0, so a gather over the whole table never leaves the pool.
+    Slot j of row r lies in page page_table[r, j // page_size] at j % page_size. Unused entries of
+    the page table are 0, so a gather over the whole table never leaves the pool.
 
     Attributes:
         data: [layers, 2, pages, page_size, kv_heads, head_dim]; index 1 is key (0) or value (1).

@@ -10,8 +10,8 @@ import torch
 class Model(Protocol):
     """A causal language model over rows: row r is one request's key-value state.
 
-    A row's slots 0..trunk_len-1 hold the keys of its committed tokens. Nothing is ever truncated: the
-    caller names `trunk_len`, and slots from there on are written over.
+    A row's slots 0..trunk_len-1 hold the keys of its committed tokens. Nothing is ever truncated:
+    the caller names `trunk_len`, and slots from there on are written over.
 
     Attributes:
         vocab_size: width of the logits.
@@ -53,8 +53,8 @@ class Model(Protocol):
     ) -> torch.Tensor:
         """Step `step` of M branches per row: tokens, depth [B, M] -> [B, M, V] logits.
 
-        Branch i stands after `depth` chain tokens and sees the keys before trunk_len + depth + 1 and
-        its own of steps 0..step. depth = -1 is an unused branch.
+        Branch i stands after `depth` chain tokens and sees the keys before trunk_len + depth + 1
+        and its own of steps 0..step. depth = -1 is an unused branch.
         """
 
     def promote(

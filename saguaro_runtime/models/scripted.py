@@ -1,7 +1,7 @@
 """A model whose law is a table and whose time is a number: for exact tests and for planning.
 
-It keeps tokens where a transformer keeps keys, and reads the two tokens before each position back from
-the slots a real model would see. A token stored in a wrong slot therefore changes its logits.
+It keeps tokens where a transformer keeps keys, and reads the two tokens before each position back
+from the slots a real model would see. A token stored in a wrong slot therefore changes its logits.
 """
 
 from __future__ import annotations
@@ -92,9 +92,7 @@ class ScriptedModel:
         target = trunk + depth[hit, None] + 1 + steps
         self.tokens[rows[hit, None], target] = self.tokens[rows[hit, None], source]
 
-    def _after(
-        self, rows: torch.Tensor, before: torch.Tensor, last: torch.Tensor
-    ) -> torch.Tensor:
+    def _after(self, rows: torch.Tensor, before: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         return self.logits[before * self.vocab_size + last]
 
 

@@ -1,8 +1,9 @@
 """Any transformers decoder-only model as a `Model`: its forward, our keys and our attention.
 
-The model runs unchanged, with `use_cache=False` and explicit positions. Its attention calls a function
-registered with transformers' AttentionInterface, which writes the new keys and values to our pages and
-attends with `tree_attention`. Verification, prefill, single tokens and trees are that one op.
+The model runs unchanged, with `use_cache=False` and explicit positions. Its attention calls a
+function registered with transformers' AttentionInterface, which writes the new keys and values to
+our pages and attends with `tree_attention`. Verification, prefill, single tokens and trees are
+that one op.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from saguaro_kernels._launch import resolve_impl
+from saguaro_kernels._launch import Impl, resolve_impl
 from saguaro_kernels.errors import ConfigError, UnsupportedError
 from saguaro_kernels.promotion import promote_branch
 from saguaro_kernels.tree import chain_layout, tree_layout
@@ -64,7 +65,7 @@ class _Forward:
         kv: PagedKV,
         table: torch.Tensor,
         physical: torch.Tensor,
-        impl: str,
+        impl: Impl,
         **visible: Any,
     ) -> None:
         """`physical` [B, Q] int64: rows of the flattened pages that the new keys go to."""
@@ -111,7 +112,7 @@ class _Forward:
 
 
 def _attention(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -151,7 +152,7 @@ class TransformersModel:
         rows: int,
         tokens: int,
         page_size: int = 64,
-        impl: str = "auto",
+        impl: Impl = "auto",
     ) -> None:
         """`rows`: most requests at once; `tokens`: key-value slots of all of them together.
 
@@ -161,7 +162,9 @@ class TransformersModel:
         """
         config = model.config.get_text_config()
         if getattr(model.config, "is_encoder_decoder", False):
-            raise UnsupportedError(f"{type(model).__name__}: got an encoder-decoder, want a decoder")
+            raise UnsupportedError(
+                f"{type(model).__name__}: got an encoder-decoder, want a decoder"
+            )
         self.model, self.impl = model.eval(), impl
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.max_length: int = getattr(config, "max_position_embeddings", None) or 1 << 30
@@ -188,7 +191,12 @@ class TransformersModel:
         rows = torch.tensor([row], device=self.device)
         for start in range(0, len(tokens), _PREFILL_CHUNK):
             chunk = tokens[None, start : start + _PREFILL_CHUNK]
-            self._extend(rows, chunk, torch.tensor([start], dtype=torch.int32, device=self.device), logits_to_keep=1)
+            self._extend(
+                rows,
+                chunk,
+                torch.tensor([start], dtype=torch.int32, device=self.device),
+                logits_to_keep=1,
+            )
 
     def extend(
         self, rows: torch.Tensor, tokens: torch.Tensor, trunk_len: torch.Tensor
@@ -283,13 +291,14 @@ class TransformersModel:
     ) -> torch.Tensor:
         with torch.no_grad(), _attention_implementation(self.model):
             # Columns no row needs may stand past the last position; learned positions end there.
-            return self.model(
+            logits: torch.Tensor = self.model(
                 input_ids=tokens,
                 position_ids=positions.clamp(max=self.max_length - 1),
                 use_cache=False,
                 logits_to_keep=logits_to_keep,
                 saguaro=forward,
             ).logits
+        return logits
 
     def _probe(self, layers: int) -> tuple[int, int, int]:
         probe = _Probe()
@@ -298,7 +307,9 @@ class TransformersModel:
         try:
             self._run(probe, zero, zero)
         except TypeError as error:
-            raise UnsupportedError(f"{name}: its forward refuses our arguments ({error})") from error
+            raise UnsupportedError(
+                f"{name}: its forward refuses our arguments ({error})"
+            ) from error
         if sorted(probe.shapes) != list(range(layers)) or len(set(probe.shapes.values())) != 1:
             raise UnsupportedError(
                 f"{name}: {len(probe.shapes)} of {layers} layers attend through transformers' "
@@ -326,30 +337,35 @@ def load_model(path: str, dtype: torch.dtype | None = None, **options: Any) -> P
         ConfigError: there is nothing to load at `path`.
     """
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", **options)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype or "auto", **options
+        )
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"model {path!r}: cannot be loaded ({error}); want a transformers folder or a hub name"
         ) from error
-    return model.eval()
+    model.eval()
+    return model
 
 
-def load_draft(path: str, target: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Load a draft; where its folder says so, its embedding and head are the target's own tensors."""
+def load_draft(
+    path: str, target: PreTrainedModel, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """Load a draft; where its folder says so, embedding and head are the target's own tensors."""
     marker = Path(path) / "config.json"
     if not marker.is_file() or not json.loads(marker.read_text()).get(SHARED_EMBEDDINGS):
         return load_model(path, dtype)
     config = AutoConfig.from_pretrained(path)
-    embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+    embedding: Any = target.get_input_embeddings()
     wanted = (config.vocab_size, config.hidden_size)
     if tuple(embedding.weight.shape) != wanted:
         raise ConfigError(
             f"draft {path!r}: takes the target's embedding, want {list(wanted)}, "
             f"got {list(embedding.weight.shape)}; it belongs to another target"
         )
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype or target.dtype)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype or target.dtype)
     model.set_input_embeddings(embedding)
-    model.set_output_embeddings(head)
+    model.set_output_embeddings(target.get_output_embeddings())
     weights: dict[str, torch.Tensor] = {}
     for file in sorted(Path(path).glob("*.safetensors")):
         weights |= load_file(file)
@@ -359,7 +375,8 @@ def load_draft(path: str, target: PreTrainedModel, dtype: torch.dtype | None = N
         raise ConfigError(
             f"draft {path!r}: missing weights {missing[:3]}, unexpected weights {unexpected[:3]}"
         )
-    return model.eval()
+    model.eval()
+    return model
 
 
 def check_same_tokenizer(draft_path: str, tokenizer: Any) -> None:
@@ -370,6 +387,6 @@ def check_same_tokenizer(draft_path: str, tokenizer: Any) -> None:
     differing = [token for token, id in theirs.items() if ours.get(token, id) != id]
     if differing or not theirs.keys() & ours.keys():
         raise ConfigError(
-            f"draft {draft_path!r}: its tokenizer is not the target's ({len(differing)} tokens have "
-            "other ids); a draft must share the target's vocabulary"
+            f"draft {draft_path!r}: its tokenizer is not the target's ({len(differing)} tokens "
+            "have other ids); a draft must share the target's vocabulary"
         )

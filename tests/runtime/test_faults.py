@@ -49,9 +49,7 @@ def test_a_killed_draft_process_leaves_the_text(wanted: list[int], no_leaks: Non
         assert engine.generate([1, 2], GREEDY)[0].token_ids == wanted
 
 
-def test_a_stalled_draft_process_is_not_waited_for_twice(
-    wanted: list[int], no_leaks: None
-) -> None:
+def test_a_stalled_draft_process_is_not_waited_for_twice(wanted: list[int], no_leaks: None) -> None:
     slow = ScriptedModel(Q, extend_s=0.4)
     with scripts.engine(
         scripts.model(P), slow, lane="process", draft_timeout_s=0.1, branches=2

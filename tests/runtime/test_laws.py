@@ -6,11 +6,11 @@ import dataclasses
 from collections import Counter, defaultdict
 
 import numpy as np
-import oracles
 import pytest
 import scripts
 import torch
 
+import oracles
 from saguaro_kernels import Keys, Stream
 from saguaro_kernels.rng import gumbel_reference
 from saguaro_runtime.round import Turn
@@ -25,13 +25,19 @@ def _engine(p: torch.Tensor, q: torch.Tensor, **options: object):
     return scripts.engine(scripts.model(p, ROWS), scripts.model(q, ROWS), **(batch | options))
 
 
-@pytest.mark.parametrize("ranking", ["probability", "noise"])
+CHOICES = [("probability", "uniform"), ("noise", "uniform"), ("noise", "best")]
+
+
+@pytest.mark.parametrize(("ranking", "allocation"), CHOICES, ids="-".join)
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("name", ["toy-2-of-3", "markov2-V4-K2", "zeros-and-equal-rows"])
-def test_first_tokens_follow_the_golden_law(name: str, rule: str, ranking: str) -> None:
+def test_first_tokens_follow_the_golden_law(
+    name: str, rule: str, ranking: str, allocation: str
+) -> None:
     case = GOLDEN[name]
     p, q = (scripts.law_of_two(case[law], case["V"]) for law in "pq")
-    with _engine(p, q, k=case["K"], branches=2, rule=rule, ranking=ranking) as engine:
+    options = {"rule": rule, "ranking": ranking, "allocation": allocation}
+    with _engine(p, q, k=case["K"], branches=2, **options) as engine:
         tokens = scripts.texts(engine, case["start"], 3000, case["L"])
         assert engine.stats()["misses"] > 100
     counts = scripts.joint(tokens, case["V"])
@@ -80,7 +86,7 @@ class _ExtraIsDraft(Speculator):
 
 
 class _LengthFromExtra(Speculator):
-    """Wrong: the chain is cut where the noise of the extra token says that it would be a good one."""
+    """Wrong: the chain is cut where the extra token's noise promises a good one."""
 
     def next_chain(self, turn: Turn) -> torch.Tensor:
         hit = super().next_chain(turn)
@@ -129,7 +135,8 @@ def test_wrong_variants_are_caught(name: str, wrong: bool) -> None:
             drafter.__class__ = CONTROLS[name]
             drafter.__dict__.pop("stream") if name == "extra=draft" else None
         tokens = scripts.texts(engine, control["markov2_start"], 10_000 if wrong else 4_000, 1 + k)
-    # The first round has no draft; the law of the round after it is that of tokens 1..k given token 0.
+    # The first round has no draft; the law of the round after it is that of tokens 1..k given
+    # token 0.
     law = _joint_law(p, control["markov2_start"], 1 + k)
     caught = oracles.chi_square_p(scripts.joint(tokens, vocab), law) < 1e-3
     assert caught == wrong

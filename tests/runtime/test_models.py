@@ -74,7 +74,11 @@ def tiny(family: str = "llama", seed: int = 0, scale: float = 4.0) -> transforme
 def own_greedy(model: transformers.PreTrainedModel, prompt: list[int], count: int) -> list[int]:
     ids = torch.tensor([prompt])
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        pad_token_id=0,
     )
     return out[0, len(prompt) :].tolist()
 
@@ -113,7 +117,7 @@ def test_ssd_equals_sd_when_sampling(family: str, rule: str) -> None:
 
 
 def test_logits_of_every_round_equal_a_fresh_forward() -> None:
-    """300 rounds, draft = target: what target and draft computed piecewise is one forward's logits."""
+    """Draft = target: what both computed piecewise, round by round, is one forward's logits."""
     model = tiny()
     seen: dict[str, dict[int, torch.Tensor]] = {"target": {}, "draft": {}}
     with scripts.engine(model, model, k=2, branches=4, max_batch=1, max_tokens=2048) as engine:
@@ -176,7 +180,9 @@ def test_a_draft_folder_can_borrow_the_targets_embedding(tmp_path: Path) -> None
     from safetensors.torch import load_file, save_file
 
     weights = load_file(tmp_path / "model.safetensors")
-    kept = {name: value for name, value in weights.items() if "embed" not in name and "head" not in name}
+    kept = {
+        name: value for name, value in weights.items() if "embed" not in name and "head" not in name
+    }
     save_file(kept, tmp_path / "model.safetensors")
     draft = load_draft(str(tmp_path), target)
     assert draft.get_input_embeddings().weight is target.get_input_embeddings().weight
@@ -189,7 +195,12 @@ def test_a_draft_folder_can_borrow_the_targets_embedding(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["BloomConfig", "FalconConfig"])
 def test_models_outside_the_attention_interface_are_refused_by_name(name: str) -> None:
     config = getattr(transformers, name)(
-        hidden_size=32, n_layer=2, num_hidden_layers=2, n_head=4, num_attention_heads=4, vocab_size=61
+        hidden_size=32,
+        n_layer=2,
+        num_hidden_layers=2,
+        n_head=4,
+        num_attention_heads=4,
+        vocab_size=61,
     )
     model = transformers.AutoModelForCausalLM.from_config(config)
     with pytest.raises(UnsupportedError, match=name.removesuffix("Config")):

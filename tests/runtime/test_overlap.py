@@ -1,4 +1,4 @@
-"""Time, with scripted models whose calls take a known time: what overlaps, and what that is worth."""
+"""Scripted models whose calls take a known time: what overlaps, and what that is worth."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from bench.equality import Equality, chat_prompts, code_prompts, passes, render
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]

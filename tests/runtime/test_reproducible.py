@@ -55,14 +55,16 @@ def test_seeds_differ_and_repeat() -> None:
 
 def test_longer_limit_only_appends() -> None:
     with scripts.engine(scripts.model(P), scripts.model(Q)) as engine:
-        short, long = engine.generate([[1, 2]] * 2, [scripts.sampled(3, 17), scripts.sampled(3, 40)])
+        short, long = engine.generate(
+            [[1, 2]] * 2, [scripts.sampled(3, 17), scripts.sampled(3, 40)]
+        )
     assert short.token_ids == long.token_ids[:17]
 
 
 @pytest.mark.parametrize("ranking", ["probability", "noise"])
 @pytest.mark.parametrize("branches", [1, 2, 5, 24])
 def test_draft_equal_to_target_is_accepted_for_300_rounds(branches: int, ranking: str) -> None:
-    """At temperature 0, through hits and misses; a key one slot off would show here and nowhere else."""
+    """Through hits and misses; a key one slot off would show here and nowhere else."""
     greedy = SamplingParams(max_new_tokens=1200, temperature=0.0)
     with scripts.engine(
         scripts.model(P, slots=1600), scripts.model(P, slots=1600),

@@ -21,7 +21,7 @@ for _before in range(V):
 
 
 class Letters:
-    """A tokenizer of one letter per id; id 11 is the first half of a two-byte character, 0 the second."""
+    """A letter per id; 11 is the first half of a two-byte character, 0 the second."""
 
     eos_token_id = None
 
