@@ -113,7 +113,7 @@ def _judge(
     bias_stride_b, bias_stride_i,
     ALIGNED: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Per judged row, [BLOCK_K]: max, log-sum, log p(d), log p(d)/q(d), whether q is one-hot."""
+    """Per judged row, [BLOCK_K]: max, log-sum, log p(d), log q(d), log p(d)/q(d), q is one-hot."""
     step, num_rows = tl.arange(0, BLOCK_K), num_steps + 1
     judged = step < num_draft
     max_, log_sum = _merge_rows(
@@ -137,8 +137,8 @@ def _judge(
     if logq_ptr is not None:
         log_q = tl.load(logq_ptr + b * num_steps + step, mask=judged, other=0.0)
         point = tl.where(tl.abs(log_q) < _INF, point, 1)
-    log_ratio = tl.where(judged, log_p - tl.where(point != 0, 0.0, log_q), _NEG_INF)
-    return max_, log_sum, log_p, log_ratio, point
+    log_q = tl.where(point != 0, 0.0, log_q)
+    return max_, log_sum, log_p, log_q, tl.where(judged, log_p - log_q, _NEG_INF), point
 
 
 @triton.jit
@@ -165,12 +165,28 @@ def _block_scales(log_ratio, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _needs_mass(log_a, uniform, num_draft, BLOCK_K: tl.constexpr):
-    """Steps whose R decides: u < a (for h <= a), after the last sure success (a = 1, or step K)."""
+def _bound_masses(
+    log_a, log_p, log_q, exact, uniform, num_draft, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """(mass, needed): R where it decides nothing or is known, and the steps whose R must be summed.
+
+    Of R = a - sum min(a p, q) the term of the next draft d' is known: with m = min(a p(d'), q(d')),
+    max(a p(d') - q(d'), 0) <= R <= a - m, and R = a - m if q is one-hot (`exact`). Where u passes
+    or fails at both ends, or a later step passes for sure, the rows need not be read.
+    """
     step = tl.arange(0, BLOCK_K)
-    possible = (step < num_draft) & (uniform < tl.exp(log_a))
-    sure = possible & ((tl.exp(log_a) == 1.0) | (step == num_draft - 1))
-    return possible & (step > tl.max(tl.where(sure, step, -1), axis=0))
+    follows = step[None, :] == step[:, None] + 1
+    next_p = tl.sum(tl.where(follows, tl.exp(log_p)[None, :], 0.0), axis=1)
+    next_q = tl.sum(tl.where(follows, tl.exp(log_q)[None, :], 0.0), axis=1)
+    known = tl.sum(tl.where(follows, exact[None, :], 0), axis=1) != 0
+    a = tl.exp(log_a)
+    # h = 1 at a = 1, h = a at the last step: R = a gives both.
+    known = known | (a == 1.0) | (step == num_draft - 1)
+    high = tl.where((a == 1.0) | (step == num_draft - 1), a, a - tl.minimum(a * next_p, next_q))
+    low = tl.maximum(a * next_p - next_q, 0.0)
+    possible = (step < num_draft) & (uniform * (high + 1.0 - a) < high)
+    sure = possible & (known | (uniform * (low + 1.0 - a) < low))
+    return high, possible & (step > tl.max(tl.where(sure, step, -1), axis=0))
 
 
 @triton.jit(do_not_specialize=_INTEGERS)
@@ -208,7 +224,7 @@ def _verify_mass_kernel(
     temperature = tl.load(temperature_ptr + b)
     one_hot = _is_one_hot(draft_ptr, one_hot_ptr, draft_temperature_ptr, b)
     if (i < num_draft) & (temperature > 0) & (one_hot == 0):
-        max_, log_sum, _, log_ratio, point = _judge(
+        max_, log_sum, log_p, log_q, log_ratio, point = _judge(
             part_ptr, target_ptr, row_index_ptr, bias_ptr, cutoff_ptr, cutoff_id_ptr, tokens_ptr,
             logq_ptr, one_hot, b, num_draft, temperature, vocab, num_steps, num_splits, stride_b,
             stride_i, bias_stride_b, bias_stride_i, ALIGNED, BLOCK_K, BLOCK_S,
@@ -216,8 +232,9 @@ def _verify_mass_kernel(
         log_a = _block_scales(log_ratio, BLOCK_K)
         step = tl.arange(0, BLOCK_K)
         uniform = _uniform(tl.load(seed_ptr + b), tl.load(base_ptr + b), step, _ACCEPT)
-        needed = _needs_mass(log_a, uniform, num_draft, BLOCK_K).to(tl.int32)
-        if (_at(needed, i - 1, BLOCK_K) != 0) & (_at(point, i, BLOCK_K) == 0):
+        exact = tl.where(log_sum == log_sum, point, 1)
+        _, needed = _bound_masses(log_a, log_p, log_q, exact, uniform, num_draft, BLOCK_K)
+        if _at(needed.to(tl.int32), i - 1, BLOCK_K) != 0:
             num_rows = num_steps + 1
             row = _row_offset(row_index_ptr, b, i, num_rows, stride_b, stride_i, ALIGNED)
             bias_row = _row_offset(None, b, i, 0, bias_stride_b, bias_stride_i, False)
@@ -318,7 +335,7 @@ def _verify_extra_kernel(
         own_choice = b >= 0
     step = tl.arange(0, BLOCK_K)
     judged = step < num_draft
-    max_, log_sum, log_p, log_ratio, point = _judge(
+    max_, log_sum, log_p, log_q, log_ratio, point = _judge(
         part_ptr, target_ptr, row_index_ptr, bias_ptr, cutoff_ptr, cutoff_id_ptr, tokens_ptr,
         logq_ptr, one_hot, b, num_draft, temperature, vocab, num_steps, num_splits, stride_b,
         stride_i, bias_stride_b, bias_stride_i, ALIGNED, BLOCK_K, BLOCK_S,
@@ -341,8 +358,8 @@ def _verify_extra_kernel(
     if BLOCK_RULE:
         if own_choice == 0:
             k, log_scale = _accept_block(
-                mass_ptr, log_ratio, log_p, point, uniform, b, num_draft, num_steps, num_splits,
-                BLOCK_K, BLOCK_S,
+                mass_ptr, log_ratio, log_p, log_q, tl.where(log_sum == log_sum, point, 1), uniform,
+                b, num_draft, num_steps, num_splits, BLOCK_K, BLOCK_S,
             )  # fmt: skip
     row_status = tl.where(log_sum == log_sum, tl.where(max_ == _NEG_INF, _EMPTY, 0), _NAN)
     status = tl.max(tl.where(judged, row_status, 0), axis=0)
@@ -423,24 +440,18 @@ def _verify_extra_kernel(
 
 @triton.jit
 def _accept_block(
-    mass_ptr, log_ratio, log_p, point, uniform, b, num_draft, num_steps, num_splits,
+    mass_ptr, log_ratio, log_p, log_q, exact, uniform, b, num_draft, num_steps, num_splits,
     BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """k = max{i: u_i < h_i} and log a_k."""
     step, column = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_S)[None, :]
     log_a = _block_scales(log_ratio, BLOCK_K)
-    a = tl.exp(log_a)
-    needed = _needs_mass(log_a, uniform, num_draft, BLOCK_K)
-    # R = a makes h = a: right at the last step, at a = 1, and at u >= a, which fails anyhow.
-    follows = step[None, :] == step[:, None] + 1
-    next_log_p = tl.sum(tl.where(follows, log_p[None, :], 0.0), axis=1)
-    next_point = tl.sum(tl.where(follows, point[None, :], 0), axis=1) != 0
-    mass = tl.where(needed, a - tl.exp(log_a + next_log_p), a)
+    mass, needed = _bound_masses(log_a, log_p, log_q, exact, uniform, num_draft, BLOCK_K)
     if mass_ptr is not None:
-        scanned = needed & (next_point == 0)
         part = mass_ptr + (b * num_steps + step[:, None]) * num_splits + column
-        mask = scanned[:, None] & (column < num_splits)
-        mass = tl.where(scanned, tl.sum(tl.load(part, mask=mask, other=0.0), axis=1), mass)
+        mask = needed[:, None] & (column < num_splits)
+        mass = tl.where(needed, tl.sum(tl.load(part, mask=mask, other=0.0), axis=1), mass)
+    a = tl.exp(log_a)
     passes = (step < num_draft) & (uniform * (mass + 1.0 - a) < mass)
     k = tl.max(tl.where(passes, step + 1, 0), axis=0)
     return k, _at(log_a, k - 1, BLOCK_K)

@@ -64,9 +64,8 @@ def verify_reference(
     num_accepted = (passes & judged).to(torch.int64).cumprod(1).sum(1)
     log_scale = torch.zeros(num_requests, dtype=rows.dtype, device=device)
     if rule == "block" and not bool(own_choice.all()):
-        by_block, log_a = _block_rule(
-            rows, draft, log_ratio, uniforms, judged & ~own_choice[:, None]
-        )
+        sampled = judged & ~own_choice[:, None]
+        by_block, log_a = _block_rule(rows, draft, log_ratio, uniforms, sampled, broken)
         num_accepted = torch.where(own_choice, num_accepted, by_block)
         log_scale = log_a.gather(1, num_accepted[:, None])[:, 0]
 
@@ -100,6 +99,7 @@ def _block_rule(
     log_ratio: torch.Tensor,
     uniforms: torch.Tensor,
     judged: torch.Tensor,
+    broken: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """k [B] = max{i: u_i < h_i} and log a_0..a_K [B, K+1]."""
     log_a = [log_ratio.new_zeros((log_ratio.shape[0], 1))]
@@ -108,14 +108,16 @@ def _block_rule(
     log_a = torch.cat(log_a, 1)
     a = log_a[:, 1:].exp()
     # R_i <= a_i. R = a makes h = a: right for the last draft, for a = 1, and for u >= a, which
-    # fails whatever R is. Only the others, after the last sure success, need their R.
+    # fails whatever R is. Only the others, after the last sure success, need their R. A row
+    # without a law has none.
     mass = a.clone()
     count = torch.arange(1, a.shape[1] + 1, device=a.device)
     last = count == judged.sum(1, keepdim=True)
     possible = judged & (uniforms < a)
     sure = (possible & ((a == 1) | last)).to(torch.int64) * count
     sure = torch.nn.functional.pad(sure, (1, 0)).amax(1, keepdim=True)
-    b, i = torch.nonzero(possible & (count > sure), as_tuple=True)
+    lawless = torch.nn.functional.pad(broken[:, 1:], (0, 1))
+    b, i = torch.nonzero(possible & (count > sure) & ~lawless, as_tuple=True)
     if b.numel():
         log_p, log_q = rows.log_prob(rows.load(b, i + 1)[0], b), _log_q(rows, draft, b, i + 1)
         excess = ((log_p + log_a[b, i + 1, None]).exp() - log_q.exp()).clamp(min=0)

@@ -74,6 +74,12 @@ def _log_sum(x):
     return tl.where(x == 0.0, _NEG_INF, tl.log(tl.where(x == 0.0, 1.0, x)))
 
 
+@triton.jit
+def _as_block(scalar):
+    """[1]: the interpreter turns a comparison of a float scalar into floats when it spreads it."""
+    return scalar + tl.zeros([1], tl.float32)
+
+
 # -- scans of one row -----------------------------------------------------------------------------
 
 
@@ -148,8 +154,8 @@ def _load_pair(
     row_ptr, bias_row, temperature, max_, log_sum, cutoff, cutoff_id = p
     z = _clean(_load_biased(row_ptr, bias_ptr, bias_row, ids, vocab, MASKED))
     log_p = _row_log_prob(
-        z, ids, temperature + tl.zeros([1], tl.float32), _finite_or_zero(max_), log_sum, cutoff, cutoff_id,
-        _INF, -1, 0.0,
+        z, ids, _as_block(temperature), _finite_or_zero(max_), log_sum, cutoff, cutoff_id, _INF,
+        -1, 0.0,
     )  # fmt: skip
     (row_ptr, bias_row, temperature, token, anchor, lse, cutoff, cutoff_id, scale_logit, scale_id,
      log_c) = q  # fmt: skip
@@ -160,8 +166,8 @@ def _load_pair(
         own = tl.load(map_ptr + ids, mask=ids < vocab, other=-1)
         z = _load_biased(row_ptr, draft_bias_ptr, bias_row, own, draft_vocab, True)
     log_q = _row_log_prob(
-        _clean(z), own, temperature + tl.zeros([1], tl.float32), _finite_or_zero(anchor), lse, cutoff,
-        cutoff_id, scale_logit, scale_id, log_c,
+        _clean(z), own, _as_block(temperature), _finite_or_zero(anchor), lse, cutoff, cutoff_id,
+        scale_logit, scale_id, log_c,
     )  # fmt: skip
     usable = (anchor > _NEG_INF) & (anchor < _INF)
     return log_p, tl.where(usable, log_q, tl.where(ids == token, 0.0, _NEG_INF))
