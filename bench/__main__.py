@@ -8,6 +8,7 @@ python -m bench verify.block --base main~3
 python -m bench compile                   registers, spills and load widths for four targets
 python -m bench traffic                   verification beside the peers' published traffic
 python -m bench paper                     the paper's rates beside the planner's
+python -m bench readme [--check]          the README's tables, from bench/results
 python -m bench equality                  every method's text against the target's own
 python -m bench gpu                       check every kernel on a GPU, and time it
 """
@@ -72,6 +73,10 @@ def main(arguments: Sequence[str]) -> int:
 
         print(render())
         return 0
+    if command == "readme":
+        from . import readme
+
+        return readme.main(arguments[1:])
     if command == "equality":
         from . import equality
 

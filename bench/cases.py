@@ -144,6 +144,8 @@ register(
         inputs=attention_inputs,
         providers=_ours(attention_op),
         bound=_attention_bytes,
+        # Partial results of a split trunk are extra traffic, paid to fill the GPU at small batches.
+        limit=1.5,
         flops=lambda s: 4.0 * s["B"] * s["M"] * s["Hq"] * s["D"] * (s["L"] + s["K"] + 1),
         # The interpreter multiplies bfloat16 matrices as if their bits were integers.
         dtype=torch.float16,

@@ -106,8 +106,8 @@ def peers() -> dict[str, Any]:
     return json.loads((HERE / "peers.json").read_text())
 
 
-def peer_table(results: Sequence[Result]) -> str:
-    """Ours beside the peers: verification at B = 1, K = 7, V = 128256, bf16."""
+def peer_rows(results: Sequence[Result]) -> tuple[Sequence[str], list[tuple]]:
+    """Ours beside the peers, as headers and rows: one request, K = 7, V = 128256, bf16."""
     data = peers()
     rows = []
     for r in results:
@@ -118,7 +118,8 @@ def peer_table(results: Sequence[Result]) -> str:
             continue
         moved = (r.bytes_read + r.bytes_written) / 1e6
         ratio = moved / data["bound_mb"][rule] if rule in data["bound_mb"] else r.ratio
-        label = f"saguaro, {r.shape.partition('V128256-')[2]}"
+        temperature, _, *worst = r.shape.partition("V128256-T")[2].split("-")
+        label = f"saguaro, T = {float(temperature):g}{', worst case' if worst else ''}"
         row = (r.launches, r.syncs, r.bytes_read / 1e6, r.bytes_written / 1e6, ratio)
         rows.append((rule, label, "counted now", *row))
     for peer in data["verify"]:
@@ -127,7 +128,12 @@ def peer_table(results: Sequence[Result]) -> str:
     order = ["token", "block", "greedy", "coupled"]
     rows.sort(key=lambda row: (order.index(row[0]), row[7]))
     headers = ("rule", "implementation", "source", "launches", "syncs", "MB read", "MB written")
-    return table((*headers, "ratio to bound"), rows)
+    return (*headers, "ratio to bound"), rows
+
+
+def peer_table(results: Sequence[Result]) -> str:
+    """`peer_rows` as text."""
+    return table(*peer_rows(results))
 
 
 def machine() -> dict[str, str]:

@@ -1,0 +1,65 @@
+"""The README's tables, generated from the committed results: `python -m bench readme [--check]`.
+
+A table stands between `<!-- bench: NAME -->` and `<!-- /bench: NAME -->`; NAME is a file of
+`bench/results` that `python -m bench ... --json` wrote.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import report
+
+README = report.HERE.parent / "README.md"
+RESULTS = report.HERE / "results"
+_MARK = re.compile(r"(<!-- bench: (\w+) -->\n).*?(<!-- /bench: \2 -->)", re.DOTALL)
+
+
+def markdown(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = [headers, ["---"] * len(headers), *rows]
+    return "".join("| " + " | ".join(str(cell) for cell in line) + " |\n" for line in lines)
+
+
+def traffic(path: Path = RESULTS / "traffic.json") -> str:
+    """Verification beside the peers, ours in bold, the least traffic first."""
+    headers, rows = report.peer_rows(report.read_json(path))
+    cells = []
+    for row in rows:
+        text = [f"{v:.2f}" if isinstance(v, float) else str(v) for v in row]
+        ours = row[1].startswith("saguaro")
+        cells.append([f"**{cell}**" if ours else cell for cell in text])
+    machine = json.loads(path.read_text())["machine"]
+    shape = report.peers()["shape"]
+    return (
+        f"\n{markdown(headers, cells)}\n"
+        f"One request, K = {shape['K']}, V = {shape['V']}, bf16 logits; requested bytes, counted "
+        f"in Triton's interpreter on {machine['date']} (triton {machine['triton']}, commit "
+        f"{machine['commit'][:12]}) by `python -m bench traffic`. No time was measured.\n"
+    )
+
+
+SECTIONS = {"traffic": traffic}
+
+
+def regenerate(text: str) -> str:
+    """`text` with every marked table made anew."""
+    return _MARK.sub(lambda match: match[1] + SECTIONS[match[2]]() + match[3], text)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Rewrite the README's tables; with --check only say whether they are current (exit 1: no)."""
+    parser = argparse.ArgumentParser(prog="python -m bench readme", description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args(arguments)
+    before = README.read_text(encoding="utf-8")
+    after = regenerate(before)
+    if options.check:
+        print("the tables are current" if before == after else "run: python -m bench readme")
+        return int(before != after)
+    README.write_text(after, encoding="utf-8")
+    return 0
