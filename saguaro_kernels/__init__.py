@@ -7,6 +7,7 @@ from .distribution import (
     Sampling,
     Status,
     log_prob_reference,
+    row_stats,
 )
 from .errors import (
     ConfigError,
@@ -34,5 +35,6 @@ __all__ = [
     "Stream",
     "UnsupportedError",
     "log_prob_reference",
+    "row_stats",
     "saguaro_sample",
 ]

@@ -1,7 +1,7 @@
 """Random numbers as a pure function of (seed, round base, offset, stream, token id).
 
-    counter = (id // 4, base, offset | stream << 24, 0), key = seed, lane = id % 4      Philox4x32-10
-    w = (r + 1/2) * 2^-32,  E = -log1p(-w),  g = -log E                                 g ~ Gumbel(0, 1)
+    Philox4x32-10:  counter = (id // 4, base, offset | stream << 24, 0), key = seed, lane = id % 4
+    w = (r + 1/2) * 2^-32,  E = -log1p(-w),  g = -log E,    so that g ~ Gumbel(0, 1)
 
 The same key gives the same number on any device, in any batch and under any block size; no state is
 kept. Small w are the winners of an argmax, so the noise has its precision there: a 24-bit uniform
@@ -78,7 +78,7 @@ def philox_reference(
 
 
 def _uniforms(keys: Keys, offset: torch.Tensor, stream: Stream, vocab: int) -> np.ndarray:
-    """The uniforms of ids 0..vocab-1: [R, vocab] float32. The coupled stream adds offset to base."""
+    """The uniforms of ids 0..vocab-1: [R, vocab] float32. COUPLED adds the offset to the base."""
     base = keys.base
     if stream is Stream.COUPLED:
         base, offset = base + offset, torch.zeros_like(offset)
@@ -137,7 +137,7 @@ def gumbel_reference(
 
 @triton.jit
 def _log1p(x):
-    # Core Triton has no log1p, libdevice's fails in the interpreter; Kahan's form is exact to 2 ulp.
+    # Core Triton has no log1p and libdevice's fails in the interpreter; Kahan's is exact to 2 ulp.
     u = 1.0 + x
     d = u - 1.0
     return tl.where(d == 0.0, x, tl.log(u) * (x / tl.where(d == 0.0, 1.0, d)))
@@ -185,7 +185,7 @@ def _gumbel_block(seed, base, offset, first_id, STREAM: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def _gumbel_at(seed, base, offset, ids, STREAM: tl.constexpr):
-    """Noise of scattered ids, one Philox call each: [like ids] float32. For blocks use _gumbel_block."""
+    """Noise of scattered ids, a Philox call each: [like ids] float32. For blocks: _gumbel_block."""
     c1, c2 = _philox_key(base, offset, STREAM)
     counter = (ids // 4).to(tl.uint32)
     zero = counter * 0

@@ -23,8 +23,15 @@ Source: top-p Holtzman et al. 1904.09751; min-p Nguyen et al. 2407.01082; C is D
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from .._launch import FLOATS, Impl, check_tensor, resolve_impl
+from ..errors import ShapeError
 from .contract import MIN_TEMPERATURE, PAD, RowStats, Sampling, Status
-from .rows import _clean, _is_within, _row_log_prob
+from .launch import ScanOutputs, compile_cases, row_scan_launch
 from .reference import (
     clean_reference,
     cutoff_reference,
@@ -32,6 +39,7 @@ from .reference import (
     log_prob_reference,
     row_stats_reference,
 )
+from .rows import _clean, _is_within, _row_log_prob
 
 __all__ = [
     "MIN_TEMPERATURE",
@@ -43,8 +51,122 @@ __all__ = [
     "_is_within",
     "_row_log_prob",
     "clean_reference",
+    "compile_cases",
     "cutoff_reference",
     "is_within_reference",
     "log_prob_reference",
+    "row_stats",
     "row_stats_reference",
 ]
+
+
+def row_stats(
+    logits: torch.Tensor,
+    sampling: Sampling,
+    *,
+    bias: torch.Tensor | None = None,
+    impl: Impl = "auto",
+    out: RowStats | None = None,
+) -> RowStats:
+    """Maximum, argmax, log-normaliser and cutoff of each row.
+
+        lse = log sum over kept x of exp(z[x] / T),  z = logits + bias
+
+    Args:
+        logits: [R, V] float16 | bfloat16 | float32; last dimension contiguous. Natural log.
+        sampling: temperature and filters, [R] each.
+        bias: [R, V] float16 | bfloat16 | float32, added first; -inf forbids an id.
+        out: tensors to write and return. Default: new ones.
+    Returns:
+        RowStats. `cutoff`, `cutoff_id` are the last kept logit and id, (-inf, -1) in rows without a
+        filter; see the module's docstring for greedy rows, and `Status` for broken ones.
+    Raises:
+        ShapeError, DTypeError, DeviceError: of any argument. Values are not checked; see status.
+    Cost:
+        Each row read once in 2 launches. Filters: a launch more, and 2 or 3 reads more of rows as a
+        model writes them (8 at most). 0 host syncs.
+    """
+    implementation = resolve_impl(impl, logits.device)
+    check_rows(logits, sampling, bias)
+    rows = logits.shape[:1]
+    if out is None:
+        ids, floats = {"dtype": torch.int64}, {"dtype": torch.float32}
+        out = RowStats(
+            *(logits.new_empty(rows, **floats) for _ in range(3)),
+            *(logits.new_empty(rows, **ids) for _ in range(2)),
+            logits.new_empty(rows, dtype=torch.int32),
+            logits.new_empty(rows, **floats),
+        )
+    torch.ops.saguaro.row_stats(
+        logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, bias,
+        implementation, out.max, out.lse, out.cutoff, out.argmax, out.cutoff_id, out.status,
+        out.log_sum,
+    )  # fmt: skip
+    return out
+
+
+def _row_stats(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    min_p: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    impl: str,
+    *out: torch.Tensor,
+) -> None:
+    """saguaro::row_stats."""
+    sampling, written = Sampling(temperature, top_k, top_p, min_p), RowStats(*out)
+    if impl == "reference":
+        copy_fields(row_stats_reference(logits, sampling, bias=bias), written)
+        return
+    outputs = ScanOutputs(
+        tokens=written.argmax, lse=written.lse, cutoff=written.cutoff,
+        cutoff_id=written.cutoff_id, status=written.status, max=written.max,
+        log_sum=written.log_sum,
+    )  # fmt: skip
+    row_scan_launch(logits, contiguous(sampling), outputs, bias=bias)
+
+
+def check_rows(logits: torch.Tensor, sampling: Sampling, bias: torch.Tensor | None) -> None:
+    """Raise unless logits [R, V], the sampling of its rows and the bias fit together."""
+    check_tensor("logits", logits, (None, None), FLOATS, contiguous_last=True)
+    rows, vocab = logits.shape
+    if vocab == 0:
+        raise ShapeError("logits: got an empty vocabulary, want V >= 1")
+    check_per_row("sampling.temperature", sampling.temperature, rows, torch.float32, logits)
+    check_per_row("sampling.top_k", sampling.top_k, rows, torch.int32, logits)
+    check_per_row("sampling.top_p", sampling.top_p, rows, torch.float32, logits)
+    check_per_row("sampling.min_p", sampling.min_p, rows, torch.float32, logits)
+    if bias is not None:
+        check_tensor("bias", bias, (rows, vocab), FLOATS, logits.device, contiguous_last=True)
+
+
+def check_per_row(
+    name: str,
+    tensor: torch.Tensor | None,
+    rows: int,
+    dtypes: torch.dtype | Iterable[torch.dtype],
+    logits: torch.Tensor,
+) -> None:
+    """Raise unless `tensor` is None or [R] of this dtype on the device of the logits."""
+    if tensor is not None:
+        allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
+        check_tensor(name, tensor, (rows,), allowed, logits.device)
+
+
+def contiguous(sampling: Sampling) -> Sampling:
+    """The kernels index one entry per row: expanded tensors are written out."""
+    return Sampling(
+        sampling.temperature.contiguous(),
+        *(
+            None if value is None else value.contiguous()
+            for value in (sampling.top_k, sampling.top_p, sampling.min_p)
+        ),
+    )
+
+
+def copy_fields(result: Any, out: Any) -> None:
+    """Copy a reference's dataclass of tensors into the caller's, field by field."""
+    for name, value in vars(result).items():
+        getattr(out, name).copy_(value)

@@ -229,7 +229,7 @@ def _row_cutoff_kernel(
         row_ptr = _row_start(logits_ptr, out, stride_i, ALIGNED)
     else:
         row_ptr = _row_start(_row_start(logits_ptr, b, stride_b, ALIGNED), i, stride_i, ALIGNED)
-    bias_row_ptr = None
+    bias_row_ptr = bias_ptr
     if bias_ptr is not None:
         bias_row_ptr = _row_start(bias_ptr, b, bias_stride_b, ALIGNED)
         bias_row_ptr = _row_start(bias_row_ptr, i, bias_stride_i, ALIGNED)

@@ -3,7 +3,8 @@
 Launch 1 splits each row over programs. A program keeps its LIST largest ids apart, by rank key, and
 describes the rest by (max, sum exp((z - max) / T), best id of z / T + g): what is scaled by C is a
 prefix of the ranking, known only at the end; all of it is listed, or in a group of its own where it
-is too large. An id that falls off the list joins the rest. Launch 2 merges the partials of a row, in their order.
+is too large. An id that falls off the list joins the rest. Launch 2 merges a row's partials, in
+their order.
 
 Both `row_stats` (no noise, no list) and `saguaro_sample` are these two launches.
 """
@@ -69,13 +70,12 @@ def _noise_at(keys, ids, temperature, NOISE: tl.constexpr, STREAM: tl.constexpr)
 
 @triton.jit
 def _scan_tile(
-    groups, listed, lowest, bad, row, start, vocab, cutoff, scale, keys,
-    LIST: tl.constexpr, FILTERED: tl.constexpr, SCALED: tl.constexpr, NOISE: tl.constexpr,
+    groups, listed, lowest, bad, row_ptr, bias_row_ptr, temperature, start, vocab, cutoff, scale,
+    keys, LIST: tl.constexpr, FILTERED: tl.constexpr, SCALED: tl.constexpr, NOISE: tl.constexpr,
     STREAM: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One more tile: groups (rest, scaled), listed [LIST] keys, lowest key (kept, scaled), bad ids."""
+    """One more tile: groups (rest, scaled), listed keys, lowest key (kept, scaled), bad ids."""
     rest, scaled_group = groups
-    row_ptr, bias_row_ptr, temperature = row
     seed, base, offset = keys
     reciprocal = _reciprocal(temperature)
     ids = start + tl.arange(0, BLOCK)
@@ -151,10 +151,10 @@ def _row_scan_kernel(
     SCALED: tl.constexpr = scale_logit_ptr is not None
     NOISE: tl.constexpr = seed_ptr is not None
     row_ptr = _row_start(logits_ptr, r, stride, ALIGNED)
-    bias_row_ptr = None
+    bias_row_ptr = bias_ptr
     if bias_ptr is not None:
         bias_row_ptr = _row_start(bias_ptr, r, bias_stride, ALIGNED)
-    row = (row_ptr, bias_row_ptr, tl.load(temperature_ptr + r))
+    temperature = tl.load(temperature_ptr + r)
     cutoff, scale, keys = (0.0, 0), (0.0, 0), (0, 0, 0)
     if FILTERED:
         cutoff = (tl.load(cutoff_ptr + r), tl.load(cutoff_id_ptr + r))
@@ -176,13 +176,13 @@ def _row_scan_kernel(
     end = tl.minimum(tl.cdiv(vocab, BLOCK), first + tiles)
     for tile in range(first, full):
         groups, listed, lowest, bad = _scan_tile(
-            groups, listed, lowest, bad, row, tile * BLOCK, vocab, cutoff, scale, keys,
-            LIST, FILTERED, SCALED, NOISE, STREAM, False, BLOCK,
+            groups, listed, lowest, bad, row_ptr, bias_row_ptr, temperature, tile * BLOCK, vocab,
+            cutoff, scale, keys, LIST, FILTERED, SCALED, NOISE, STREAM, False, BLOCK,
         )  # fmt: skip
     if full < end:
         groups, listed, lowest, bad = _scan_tile(
-            groups, listed, lowest, bad, row, full * BLOCK, vocab, cutoff, scale, keys,
-            LIST, FILTERED, SCALED, NOISE, STREAM, True, BLOCK,
+            groups, listed, lowest, bad, row_ptr, bias_row_ptr, temperature, full * BLOCK, vocab,
+            cutoff, scale, keys, LIST, FILTERED, SCALED, NOISE, STREAM, True, BLOCK,
         )  # fmt: skip
 
     part = r.to(tl.int64) * num_splits + split
