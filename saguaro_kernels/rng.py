@@ -23,7 +23,7 @@ import triton.language as tl
 _WORD, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 _MULTIPLIER0, _MULTIPLIER1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _WEYL0, _WEYL1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
-_BELOW_ONE = np.float32(1.0 - 2.0**-24)
+_BELOW_ONE = 1.0 - 2.0**-24
 _PART_WORDS = 1 << 16
 
 
@@ -77,8 +77,8 @@ def philox_reference(
     return factor[0], added[1], factor[1], added[0]
 
 
-def _uniforms(keys: Keys, offset: torch.Tensor, stream: Stream, vocab: int) -> np.ndarray:
-    """The uniforms of ids 0..vocab-1: [R, vocab] float32. COUPLED adds the offset to the base."""
+def _words(keys: Keys, offset: torch.Tensor, stream: Stream, vocab: int) -> torch.Tensor:
+    """Words of ids 0..vocab-1, rounded: [R, vocab] float32. COUPLED adds the offset to the base."""
     base = keys.base
     if stream is Stream.COUPLED:
         base, offset = base + offset, torch.zeros_like(offset)
@@ -90,13 +90,10 @@ def _uniforms(keys: Keys, offset: torch.Tensor, stream: Stream, vocab: int) -> n
         column(offset) | np.uint64(int(stream) << 24),
         np.zeros((1, 1), np.uint64),
     )
-    uniform = np.empty((*lanes[0].shape, 4), np.float32)
-    for lane, words in enumerate(lanes):
-        uniform[..., lane] = words
-    uniform += np.float32(0.5)
-    uniform *= np.float32(2.0**-32)
-    np.minimum(uniform, _BELOW_ONE, out=uniform)
-    return uniform.reshape(len(uniform), -1)[:, :vocab]
+    words = np.empty((*lanes[0].shape, 4), np.float32)
+    for i, lane in enumerate(lanes):
+        words[..., i] = lane
+    return torch.from_numpy(words.reshape(len(words), -1)[:, :vocab])
 
 
 def _as_offsets(keys: Keys, offset: torch.Tensor | int) -> torch.Tensor:
@@ -107,8 +104,8 @@ def _as_offsets(keys: Keys, offset: torch.Tensor | int) -> torch.Tensor:
 
 def uniform_reference(keys: Keys, offset: torch.Tensor | int, stream: Stream) -> torch.Tensor:
     """One uniform per row in (0, 1), from id 0: [R] float32. `offset`: an int or [R]."""
-    uniform = _uniforms(keys, _as_offsets(keys, offset), stream, 1)[:, 0]
-    return torch.from_numpy(uniform).to(keys.base.device)
+    words = _words(keys, _as_offsets(keys, offset), stream, 1)[:, 0]
+    return words.add_(0.5).mul_(2.0**-32).clamp_(max=_BELOW_ONE).to(keys.base.device)
 
 
 def distinct_gumbel_reference(
@@ -122,8 +119,9 @@ def distinct_gumbel_reference(
     part_rows = max(1, _PART_WORDS // max(vocab, 1))
     for part, out in zip(distinct.split(part_rows), noise.split(part_rows), strict=True):
         seed, base, offsets = part.unbind(1)
-        uniform = torch.from_numpy(_uniforms(Keys(seed, base), offsets, stream, vocab))
-        torch.log(uniform.neg_().log1p_().neg_(), out=out).neg_()
+        words = _words(Keys(seed, base), offsets, stream, vocab)
+        below = words.add_(0.5).mul_(-(2.0**-32)).clamp_(min=-_BELOW_ONE)
+        torch.log(below.log1p_().neg_(), out=out).neg_()
     return noise.to(row.device), row
 
 

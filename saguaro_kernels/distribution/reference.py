@@ -21,10 +21,10 @@ def clean_reference(
 
 
 def load_reference(
-    logits: torch.Tensor, bias: torch.Tensor | None
+    logits: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """z [R, V] as in clean_reference, its maximum [R], and whether entries were NaN or +inf [R]."""
-    z = logits.to(_work_dtype(logits))
+    z = logits.to(_work_dtype(logits)) if out is None else out.copy_(logits)
     if bias is not None:
         z = z + bias
     top = z.amax(-1)  # NaN if any entry is

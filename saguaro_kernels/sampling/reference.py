@@ -41,12 +41,16 @@ def saguaro_sample_reference(
     scaling = downweight is not None and 0 < scale_f < vocab
     count = min(max(top_f, scale_f + 1 if scaling else 0), vocab)
     noise, noise_row = _noise(keys, offset, stream, vocab, greedy)
-    reciprocal = reciprocal_reference(temperature, torch.promote_types(logits.dtype, torch.float32))
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    reciprocal = reciprocal_reference(temperature, dtype)
     parts = []
-    part_rows = max(1, _PART_LOGITS // vocab)
-    for start in range(0, max(rows, 1), part_rows):
+    part_rows = min(max(1, _PART_LOGITS // vocab), rows)
+    # Written again by every part: fresh memory would cost more than what is done in it.
+    buffers = torch.empty((3, part_rows, vocab), dtype=dtype, device=logits.device)
+    for start in range(0, max(rows, 1), max(part_rows, 1)):
         part = slice(start, start + part_rows)
-        z, top, bad = load_reference(logits[part], None if bias is None else bias[part])
+        z, weight, exp = buffers[:, : len(logits[part])]
+        z, top, bad = load_reference(logits[part], None if bias is None else bias[part], z)
         lowest = torch.finfo(z.dtype).min
         chosen = [None if value is None else value[part] for value in filters]
         cutoff, cutoff_id = cutoff_reference(z, Sampling(temperature[part], *chosen))
@@ -56,7 +60,7 @@ def saguaro_sample_reference(
             z = torch.where(kept, z, -torch.inf)
         ranked, order = largest_reference(z, count)
         # Log-weights relative to the maximum; a greedy row's are those of T = 1.
-        weight = (z - top.clamp(min=lowest)[:, None]).mul_(reciprocal[part, None])
+        torch.sub(z, top.clamp(min=lowest)[:, None], out=weight).mul_(reciprocal[part, None])
         if scaling:
             # Scaling every kept id changes nothing.
             scaled = (ranked[:, scale_f] > -torch.inf) & ~greedy[part]
@@ -64,9 +68,10 @@ def saguaro_sample_reference(
             log_scale.clamp_(min=lowest)  # times 0 below
             weight.scatter_add_(1, order[:, :scale_f], log_scale[:, None].expand(-1, scale_f))
             largest = weight.amax(-1).clamp(min=lowest)
-            log_sum = (weight - largest[:, None]).exp_().sum(-1).log_().add_(largest)
+            torch.sub(weight, largest[:, None], out=exp).exp_()
+            log_sum = exp.sum(-1).log_().add_(largest)
         else:
-            log_sum = weight.exp().sum(-1).log_()
+            log_sum = torch.exp(weight, out=exp).sum(-1).log_()
         for score, i in zip(weight, noise_row[part].tolist(), strict=True):
             if i >= 0:
                 score += noise[i]
