@@ -8,6 +8,14 @@ import triton.language as tl
 LOG2E = 1.4426950408889634
 
 
+@triton.jit
+def _dot(a, b, acc, INTERPRETED: tl.constexpr):
+    """a @ b + acc in float32. The interpreter would multiply the bits of bfloat16 as integers."""
+    if INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
 @triton.jit(
     do_not_specialize=[
         "step",
@@ -59,7 +67,7 @@ def _tree_attention_kernel(
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     """Grid (B * Hkv * row_blocks, splits): BLOCK_R rows (branch, group head), a share of the keys.
     Writes their output; with SPLIT the share's own and its log-sum (-inf: nothing written)."""
@@ -126,7 +134,7 @@ def _tree_attention_kernel(
             mask=needed[None, :] & in_head[:, None] if PADDED else needed[None, :],
             other=0.0,
         )
-        score = tl.dot(q, k, input_precision=PRECISION) * scale_log2
+        score = _dot(q, k, None, INTERPRETED) * scale_log2
         if SOFTCAP:
             score = softcap_log2 * (1.0 - 2.0 / (tl.exp(2.0 * score) + 1.0))
 
@@ -152,7 +160,7 @@ def _tree_attention_kernel(
             mask=needed[:, None] & in_head[None, :] if PADDED else needed[:, None],
             other=0.0,
         )
-        acc = tl.dot(weight.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+        acc = _dot(weight.to(v.dtype), v, acc * fade[:, None], INTERPRETED)
         top = new_top
 
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from .._launch import on_device
+from .._launch import INTERPRETED, on_device
 from .kernels import LOG2E, _tree_attention_kernel, _tree_attention_merge_kernel
 
 _PROGRAMS = 264
@@ -42,7 +42,7 @@ def tree_attention_config(
     num_warps = 8 if wide or block_d == 256 or block_rows > 64 else 4
     row_blocks = triton.cdiv(rows, block_rows)
     least = max(128, triton.next_power_of_2(4 * min(rows, block_rows)))
-    splits = min(_PROGRAMS // (programs * row_blocks), capacity // least)
+    splits = min(_PROGRAMS // max(1, programs * row_blocks), capacity // least)
     return TreeAttentionConfig(block_rows, block_keys, max(1, splits), num_warps)
 
 
@@ -130,7 +130,7 @@ def _tree_attention_launch(
             SOFTCAP=softcap > 0,
             WINDOW=window > 0,
             SPLIT=split,
-            PRECISION="ieee",
+            INTERPRETED=INTERPRETED,
             num_warps=config.num_warps,
         )
         if split:
@@ -197,7 +197,7 @@ def compile_cases() -> list[tuple[str, object, dict[str, str], dict[str, object]
             "SOFTCAP": extra,
             "WINDOW": extra,
             "SPLIT": split,
-            "PRECISION": "ieee",
+            "INTERPRETED": False,
         }
         label = f"tree_attention-{name}-{kind}"
         cases.append((label, _tree_attention_kernel, signature, constexprs, config.num_warps))
