@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from saguaro_kernels.errors import ConfigError
+from saguaro_kernels.errors import ConfigError, UnsupportedError
 
 from .config import EngineConfig
 from .lanes import InlineLane, Lane, ProcessLane
@@ -42,6 +42,7 @@ def build_target(target: Any, config: EngineConfig, tokenizer: Any = None) -> Bu
         target = load_model(path)
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(path)
     tokens = config.max_tokens + config.max_batch * _PAGE
+    _check_device("target", target)
     model = as_model(target, rows=config.max_batch, tokens=tokens, impl=config.impl)
     return Built(model, target, tokenizer, _stop_ids(target, tokenizer), model.max_length)
 
@@ -61,6 +62,7 @@ def build_lane(draft: Any, target: Built, config: EngineConfig) -> Lane | None:
 
         check_same_tokenizer(str(draft), target.tokenizer)
         draft = load_draft(str(draft), target.source)
+    _check_device("draft", draft)
     options: dict[str, Any] = {
         "draft_len": config.draft_len,
         "branches": config.fan_out,
@@ -107,6 +109,14 @@ def share_cores(config: EngineConfig, lane: Lane | None) -> Callable[[], None]:
     elif isinstance(lane, ProcessLane):
         torch.set_num_threads(max(1, (os.cpu_count() or 1) - config.draft_threads))
     return lambda: torch.set_num_threads(before)
+
+
+def _check_device(name: str, model: Any) -> None:
+    if torch.device(model.device).type != "cpu":
+        raise UnsupportedError(
+            f"{name}: lies on {model.device}; the runtime runs models on the CPU, so move it "
+            "with .to('cpu'). The ops of saguaro_kernels run on CUDA"
+        )
 
 
 def _stop_ids(target: Any, tokenizer: Any) -> frozenset[int]:

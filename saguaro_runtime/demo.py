@@ -18,10 +18,10 @@ from .cli import add_engine_options, add_sampling_options
 from .cli_generate import encode
 from .compare import Comparison, compare_texts
 from .config import EngineConfig
-from .demo_report import Variant, plan, render, summarize
+from .demo_report import KEYS, Variant, plan, render, summarize
 from .doctor import faster_dtype
 from .engine import Engine
-from .requests import SamplingParams
+from .requests import Output, SamplingParams
 
 EXAMPLES = """\
   saguaro demo
@@ -77,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
     with _bar(len(variants) * len(prompts), "measuring") as bar:
         for variant in variants:
             bar.set_description(variant.label)
-            rows[variant.name] = measure(pair, variant.config, prompts, params, bar.update)
+            run_one = measure_assisted if variant.name == "assisted" else measure
+            rows[variant.name] = run_one(pair, variant.config, prompts, params, bar.update)
     check = None
     if args.method == "all" and not args.no_check:
         check = check_texts(load(*paths, "float32"), prompts, params, variants)
@@ -115,6 +116,7 @@ def measure(
     with pair.open(config) as engine:
         # Start-up, first touches of memory and the draft's arrival are not what is compared.
         engine.generate(prompts[0], replace(params, max_new_tokens=WARM_UP_TOKENS))
+        engine.reset_stats()
         tokens = 0
         start = time.perf_counter()
         for prompt in prompts:
@@ -122,6 +124,45 @@ def measure(
             tick()
         seconds = time.perf_counter() - start
         return {**engine.stats(), "tokens_per_s": tokens / seconds}
+
+
+def measure_assisted(
+    pair: Pair,
+    config: EngineConfig,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    tick: Tick,
+) -> dict[str, Any]:
+    """The prompts through transformers' assisted generation: tokens/s, and zeros for the rest."""
+    import torch
+
+    sampled = {"do_sample": True, "temperature": params.temperature, "top_k": 0}
+
+    def tokens(prompt: list[int], limit: int) -> int:
+        ids = torch.tensor([prompt])
+        out = pair.target.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            assistant_model=pair.draft,
+            max_new_tokens=limit,
+            pad_token_id=0,
+            **(sampled if params.temperature else {"do_sample": False}),
+        )
+        return int(out.shape[1]) - len(prompt)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(config.threads or before)
+    torch.manual_seed(params.seed)
+    try:
+        tokens(prompts[0], WARM_UP_TOKENS)
+        total, start = 0, time.perf_counter()
+        for prompt in prompts:
+            total += tokens(prompt, params.max_new_tokens)
+            tick()
+        seconds = time.perf_counter() - start
+    finally:
+        torch.set_num_threads(before)
+    return dict.fromkeys(KEYS, 0.0) | {"tokens_per_s": total / seconds}
 
 
 def check_texts(
@@ -146,7 +187,7 @@ def check_texts(
     ]
     worst: Finding = ("equal", None)
     with _bar(len(configs) * len(prompts), "checking the texts") as bar:
-        runs = [_requests(pair, config, prompts, params, bar.update) for config in configs]
+        runs = [_texts(pair, config, prompts, params, bar.update) for config in configs]
     for other in runs[1:]:
         for prompt, first, second in zip(prompts, runs[0], other, strict=True):
             found = compare(
@@ -168,23 +209,19 @@ def _severity(found: Finding) -> tuple[int, float]:
     return ("equal", "near_tie", "different").index(verdict), gap or 0.0
 
 
-def _requests(
+def _texts(
     pair: Pair,
     config: EngineConfig,
     prompts: Sequence[list[int]],
     params: SamplingParams,
     tick: Tick,
-) -> list[Any]:
-    """The finished requests: beside the tokens they know their rounds."""
-    requests = []
+) -> list[Output]:
+    outputs = []
     with pair.open(config) as engine:
         for prompt in prompts:
-            request = engine.add(prompt, params)
-            while request.finish_reason is None:
-                engine.step()
-            requests.append(request)
+            outputs += engine.generate(prompt, params)
             tick()
-    return requests
+    return outputs
 
 
 def _paths(args: argparse.Namespace) -> tuple[str, str]:

@@ -31,6 +31,7 @@ SPEEDS = (
     ("ssd", "sd"),
     ("ssd", "ar_2_threads"),
     ("ssd", "sd_2_threads"),
+    ("ssd", "assisted"),
 )
 
 
@@ -46,8 +47,8 @@ class Variant:
 def plan(args: argparse.Namespace, cores: int) -> list[Variant]:
     """What is measured. The methods proper give the target one core and the draft another.
 
-    Plain decoding and SD also run with both cores for whichever model is at work: that is what two
-    cores can do without SSD, so the comparison hides nothing.
+    Plain decoding, SD and transformers' own assisted generation also run with both cores for
+    whichever model is at work: that is what two cores can do without SSD.
     """
     config = EngineConfig(
         method="ar",
@@ -61,7 +62,9 @@ def plan(args: argparse.Namespace, cores: int) -> list[Variant]:
     if cores > 1:
         both = replace(config, threads=2, lane="inline")
         variants.insert(1, Variant("ar_2_threads", "AR, 2 threads", both))
-        variants.append(Variant("sd_2_threads", "SD, 2 threads", replace(both, method="sd")))
+        taking_turns = replace(both, method="sd")
+        variants.append(Variant("sd_2_threads", "SD, 2 threads", taking_turns))
+        variants.append(Variant("assisted", "transformers' assisted", taking_turns))
     variants.append(Variant("ssd", "SSD", replace(config, method="ssd")))
     wanted = ("ar", "sd", "ssd") if args.method == "all" else (args.method,)
     return [variant for variant in variants if variant.config.method in wanted]
@@ -114,7 +117,7 @@ def predict(rows: Mapping[str, Mapping[str, Any]], variants: Sequence[Variant]) 
     return ssd_vs_sd(
         verify_seconds=ssd["t_verify_ms"] / 1e3,
         draft_seconds=config.k * sd["t_draft_step_ms"] / 1e3,
-        tree_round_seconds=(config.k + 1) * ssd["t_draft_step_ms"] / 1e3,
+        tree_round_seconds=ssd["t_look_ahead_ms"] / 1e3,
         redraft_seconds=retry_length(config, 1) * ssd["t_redraft_step_ms"] / 1e3,
         hit_rate=ssd["hit_rate"],
         tokens_sd=sd["tokens_per_round"],
@@ -156,8 +159,10 @@ def render(report: Mapping[str, Any], variants: Sequence[Variant]) -> str:
                 f"{row['tokens_per_s']:.1f}",
                 _ratio(methods, variant.name, "ar"),
                 _ratio(methods, variant.name, "sd"),
-                f"{row['tokens_per_round']:.2f}",
-                f"{row['accepted_per_round']:.2f}" if variant.config.method != "ar" else "-",
+                f"{row['tokens_per_round']:.2f}" if row["tokens_per_round"] else "-",
+                f"{row['accepted_per_round']:.2f}"
+                if row["accepted_per_round"] and variant.config.method != "ar"
+                else "-",
                 f"{row['hit_rate']:.2f}" if variant.config.method == "ssd" else "-",
                 f"{row['overlap']:.2f}" if variant.config.method == "ssd" else "-",
             )

@@ -13,6 +13,7 @@ import torch
 
 from saguaro_kernels.errors import ConfigError, SaguaroError
 
+from .build import choose_lane
 from .config import EngineConfig
 from .demo_model import find_pair
 from .demo_report import versions
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 def examine() -> dict[str, Any]:
     """What is here and what an engine with default options would choose; loads no model."""
     cores = os.cpu_count() or 1
-    lane = "process" if cores > 1 else "inline"  # what lane="auto" becomes
+    lane = choose_lane(EngineConfig())
     gpus = range(torch.cuda.device_count())
     return {
         "versions": versions(),

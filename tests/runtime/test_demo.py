@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from saguaro_runtime import EngineConfig, SamplingParams, cli, demo, demo_report
 from saguaro_runtime.compare import Comparison
@@ -24,6 +25,7 @@ STATS = {
     "t_verify_ms": 60.0,
     "t_draft_step_ms": 15.0,
     "t_redraft_step_ms": 12.0,
+    "t_look_ahead_ms": 45.0,
     "t_sample_ms": 3.0,
     "tokens_per_round_after": {"hit": 2.5, "miss": 1.5},
     "speculation": "on",
@@ -62,30 +64,36 @@ class FakeEngine:
 
     def generate(self, prompt: list[int], params: SamplingParams) -> list[SimpleNamespace]:
         self.log.append(("generate", params.max_new_tokens))
-        return [SimpleNamespace(token_ids=self._answer(prompt, params))]
+        return [SimpleNamespace(token_ids=self._answer(prompt, params), rounds=[])]
+
+    def reset_stats(self) -> None:
+        self.log.append(("reset", self.config.method))
 
     def stream(self, prompt: list[int], params: SamplingParams) -> Iterator[str]:
         yield from map(chr, self._answer(prompt, params))
-
-    def add(self, prompt: list[int], params: SamplingParams) -> SimpleNamespace:
-        self.request = SimpleNamespace(
-            token_ids=self._answer(prompt, params), rounds=[], finish_reason=None
-        )
-        return self.request
-
-    def step(self) -> None:
-        self.request.finish_reason = "length"
 
     def stats(self) -> dict[str, Any]:
         return dict(STATS)
 
 
+class FakeTarget:
+    """Answers generate() with as many zeros as are asked for."""
+
+    def __init__(self, log: list[Any]) -> None:
+        self.log = log
+
+    def generate(self, ids: torch.Tensor, *, max_new_tokens: int, **options: Any) -> torch.Tensor:
+        self.log.append(("assisted", max_new_tokens, options["do_sample"]))
+        return torch.cat((ids, ids.new_zeros(1, max_new_tokens)), dim=1)
+
+
 class FakePair:
-    target = draft = None
+    draft = None
     tokenizer = FakeTokenizer()
 
     def __init__(self, *, wrong: bool = False) -> None:
         self.log: list[Any] = []
+        self.target = FakeTarget(self.log)
         self.wrong = wrong
 
     def open(self, config: EngineConfig) -> FakeEngine:
@@ -104,7 +112,9 @@ def compare_by_equality(first: list[int], second: list[int], *_: Any, **__: Any)
 
 def test_plan_gives_the_methods_one_core_each_and_two_cores_to_the_rest() -> None:
     variants = plan(arguments("--k", "3", "--rule", "token"), cores=2)
-    assert [v.name for v in variants] == ["ar", "ar_2_threads", "sd", "sd_2_threads", "ssd"]
+    assert [v.name for v in variants] == [
+        "ar", "ar_2_threads", "sd", "sd_2_threads", "assisted", "ssd"
+    ]  # fmt: skip
     by_name = {v.name: v.config for v in variants}
     assert {by_name[name].threads for name in ("ar", "sd", "ssd")} == {1}
     assert by_name["sd"].lane == by_name["ssd"].lane == "auto"
@@ -114,7 +124,9 @@ def test_plan_gives_the_methods_one_core_each_and_two_cores_to_the_rest() -> Non
 
 def test_plan_on_one_core_and_for_one_method() -> None:
     assert [v.name for v in plan(arguments(), cores=1)] == ["ar", "sd", "ssd"]
-    assert [v.name for v in plan(arguments("--method", "sd"), cores=2)] == ["sd", "sd_2_threads"]
+    assert [v.name for v in plan(arguments("--method", "sd"), cores=2)] == [
+        "sd", "sd_2_threads", "assisted"
+    ]  # fmt: skip
     assert [v.name for v in plan(arguments("--method", "ssd"), cores=2)] == ["ssd"]
 
 
@@ -137,10 +149,21 @@ def test_measurement_warms_up_and_counts_its_own_tokens(monkeypatch: pytest.Monk
     pair, ticks = FakePair(), []
     config = EngineConfig(method="sd")
     row = measure(pair, config, [[1], [2], [3]], SamplingParams(20), lambda: ticks.append(1))
-    generated = [("generate", demo.WARM_UP_TOKENS), *[("generate", 20)] * 3]
+    generated = [("generate", demo.WARM_UP_TOKENS), ("reset", "sd"), *[("generate", 20)] * 3]
     assert pair.log == [("open", "sd"), *generated, ("close", "sd")]
     assert row == {**STATS, "tokens_per_s": 60 / 2.0}
     assert len(ticks) == 3
+
+
+def test_assisted_generation_is_measured_in_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 12.0])
+    monkeypatch.setattr(demo.time, "perf_counter", lambda: next(clock))
+    pair, ticks, threads = FakePair(), [], torch.get_num_threads()
+    config, params = EngineConfig(method="sd", threads=2), SamplingParams(20, 0.7)
+    row = demo.measure_assisted(pair, config, [[1], [2, 3]], params, lambda: ticks.append(1))
+    assert pair.log == [("assisted", count, True) for count in (demo.WARM_UP_TOKENS, 20, 20)]
+    assert row["tokens_per_s"] == 20.0 and row["hit_rate"] == 0.0 and len(ticks) == 2
+    assert torch.get_num_threads() == threads
 
 
 def check(pair: FakePair, params: SamplingParams, *line: str, **options: Any) -> Any:
@@ -220,6 +243,7 @@ def test_wrong_options_are_refused_before_anything_is_fetched(
 def report(*line: str, check: Any = ("equal", None)) -> tuple[dict[str, Any], list[Variant]]:
     variants = plan(arguments(*line), cores=2)
     speeds = {"ar": 10.0, "ar_2_threads": 16.0, "sd": 20.0, "sd_2_threads": 24.0, "ssd": 25.0}
+    speeds["assisted"] = 12.5
     rows = {v.name: {**STATS, "tokens_per_s": speeds[v.name]} for v in variants}
     params = SamplingParams(48)
     return demo_report.summarize(rows, check, variants, params, "bfloat16", 4), variants
@@ -241,6 +265,7 @@ def test_json_has_the_promised_keys() -> None:
     assert found["speed"]["sd_vs_ar"] == 2.0
     assert found["speed"]["ssd_vs_ar"] == 2.5
     assert found["speed"]["ssd_vs_sd"] == 1.25
+    assert found["speed"]["ssd_vs_assisted"] == 2.0
     assert found["texts_equal"] == "equal"
     assert set(found["versions"]) == {"saguaro", "python", "torch", "triton", "transformers"}
 
@@ -268,10 +293,10 @@ def test_table_shows_every_variant_and_the_verdict() -> None:
         "overlap",
     ]
     assert lines[1].split() == ["AR", "10.0", "1.00", "0.50", "2.00", "-", "-", "-"]
-    assert lines[5].split() == ["SSD", "25.0", "2.50", "1.25", "2.00", "1.00", "0.50", "0.90"]
+    assert lines[6].split() == ["SSD", "25.0", "2.50", "1.25", "2.00", "1.00", "0.50", "0.90"]
     assert "texts of the methods (float32): near tie, gap 2.0e-04" in text
     assert "sampling 3.0 ms (20% of it)" in text
-    assert len({len(line) for line in lines[:6]}) == 1
+    assert len({len(line) for line in lines[:7]}) == 1
 
 
 def test_command_prints_one_json_object(
