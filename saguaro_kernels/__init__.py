@@ -18,7 +18,7 @@ from .errors import (
     UnsupportedError,
 )
 from .rng import Keys, Stream
-from .sampling import Sample, saguaro_sample
+from .sampling import Sample, saguaro_sample, sample_geometric, sample_workspace_size
 
 __all__ = [
     "PAD",
@@ -37,4 +37,6 @@ __all__ = [
     "log_prob_reference",
     "row_stats",
     "saguaro_sample",
+    "sample_geometric",
+    "sample_workspace_size",
 ]

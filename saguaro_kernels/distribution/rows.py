@@ -81,8 +81,8 @@ def _row_log_prob(
     reciprocal = 1.0 / tl.maximum(temperature, _MIN_TEMPERATURE)
     log_prob = (z - anchor) * reciprocal - lse
     log_prob += tl.where(_is_within(z, ids, scale_logit, scale_id), log_scale, 0.0)
-    one_hot = (temperature <= 0.0) | (z == _NEG_INF)
-    return tl.where(kept, tl.where(one_hot, 0.0, log_prob), _NEG_INF)
+    log_prob = tl.where(temperature <= 0.0, 0.0, tl.where(z == _NEG_INF, 0.0, log_prob))
+    return tl.where(kept, log_prob, _NEG_INF)
 
 
 @triton.jit

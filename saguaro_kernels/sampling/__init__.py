@@ -19,9 +19,16 @@ from ..distribution.launch import MAX_LIST, Draw, ScanOutputs, row_scan_launch, 
 from ..errors import ConfigError
 from ..rng import Keys, Stream
 from .contract import Sample
+from .geometric import sample_geometric
 from .reference import saguaro_sample_reference
 
-__all__ = ["Sample", "saguaro_sample", "saguaro_sample_reference", "sample_workspace_size"]
+__all__ = [
+    "Sample",
+    "saguaro_sample",
+    "saguaro_sample_reference",
+    "sample_geometric",
+    "sample_workspace_size",
+]
 
 sample_workspace_size = scan_workspace_size
 
@@ -38,6 +45,8 @@ def saguaro_sample(
     downweight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     scheme: str = "plain",
+    target_logits: torch.Tensor | None = None,
+    target_sampling: Sampling | None = None,
     impl: Impl = "auto",
     out: Sample | None = None,
     workspace: torch.Tensor | None = None,
@@ -46,6 +55,7 @@ def saguaro_sample(
 
         plain        q = softmax(z / T) over the kept ids,  z = logits + bias
         downweight   q proportional to (C if x is among the F largest kept ids else 1) exp(z[x] / T)
+        geometric    q proportional to sqrt(q_plain max(r, 1e-8)),  r = (p - q_plain)+ / its sum
 
     Args:
         logits: [R, V] float16 | bfloat16 | float32; last dimension contiguous. Natural log.
@@ -57,7 +67,8 @@ def saguaro_sample(
         scale_f: F, the size of the scaled set; any size.
         downweight: [R] float32, C in [0, 1]. If every kept id would be scaled, C is ignored.
         bias: [R, V], added to the logits first; -inf forbids an id.
-        scheme: "plain" or "downweight"; for two given rows see `sample_geometric`.
+        scheme: "plain", "downweight" or "geometric". The last takes target_logits [R, V], and
+            target_sampling (default: sampling); `sample_geometric` also returns the row of q.
         out: tensors to write and return. workspace: int64, `sample_workspace_size`. Default: new.
     Returns:
         Sample. Every row gets an id in 0..V-1, whatever its logits; a row with status NAN is drawn
@@ -72,9 +83,17 @@ def saguaro_sample(
         arXiv 2603.03251, Definition 14.
     """
     implementation = resolve_impl(impl, logits.device)
+    _check_options(scheme, top_f, scale_f, downweight, target_logits)
+    if scheme == "geometric":
+        if bias is not None or out is not None:
+            raise ConfigError("bias, out: want None with scheme='geometric'")
+        sample, _ = sample_geometric(
+            logits, target_logits, sampling, keys, offset=offset, target_sampling=target_sampling,
+            stream=stream, top_f=top_f, impl=implementation,
+        )  # fmt: skip
+        return sample
     check_rows(logits, sampling, bias)
     rows = logits.shape[0]
-    _check_options(scheme, top_f, scale_f, downweight)
     check_per_row("keys.seed", keys.seed, rows, torch.int64, logits)
     check_per_row("keys.base", keys.base, rows, torch.int64, logits)
     check_per_row("downweight", downweight, rows, torch.float32, logits)
@@ -90,10 +109,19 @@ def saguaro_sample(
     return out
 
 
-def _check_options(scheme: str, top_f: int, scale_f: int, downweight: torch.Tensor | None) -> None:
-    if scheme not in ("plain", "downweight"):
+def _check_options(
+    scheme: str,
+    top_f: int,
+    scale_f: int,
+    downweight: torch.Tensor | None,
+    target_logits: torch.Tensor | None,
+) -> None:
+    if scheme not in ("plain", "downweight", "geometric"):
+        raise ConfigError(f"scheme: got {scheme!r}, want 'plain', 'downweight' or 'geometric'")
+    if (scheme == "geometric") != (target_logits is not None):
         raise ConfigError(
-            f"scheme: got {scheme!r}, want 'plain' or 'downweight'; sample_geometric takes two rows"
+            f"target_logits: got {'a tensor' if target_logits is not None else None} with scheme="
+            f"{scheme!r}; scheme='geometric' takes two rows, and only it"
         )
     if (scheme == "downweight") != (downweight is not None):
         raise ConfigError(
