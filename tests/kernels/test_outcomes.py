@@ -150,7 +150,7 @@ def test_rankings_and_allocations(ranking, options, impl, device):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("branches", [1, 2, 16, 33])
+@pytest.mark.parametrize("branches", [1, 2, 18])
 def test_budgets(branches, impl, device):
     case = make_case()
     check(case, impl, device, branches)
@@ -257,7 +257,7 @@ def test_auto_is_noise_from_one_half_on(impl, device):
 def test_noise_predicts_the_dice_of_the_bonus(impl, device):
     # Target = draft: after all drafts are accepted the bonus is argmax log p + EXTRA noise, so the
     # first candidate of the last depth is it, every time. The probability ranking is often wrong.
-    count = 24
+    count = 10
     generator = torch.Generator().manual_seed(2)
     logits = 2 * torch.randn(count, 2, 50, generator=generator)
     keys = Keys(torch.arange(count), torch.arange(count) + 3)
@@ -313,9 +313,9 @@ def test_a_request_does_not_depend_on_its_batch(impl, device):
 
 
 def test_the_size_of_a_tile_does_not_matter(device, monkeypatch):
-    case = make_case(vocab=300, temperature=(1.0, 0.0, 0.7))
+    case = make_case(vocab=300, num_draft=(1, 0, 1), temperature=(1.0, 0.0, 0.7))
     whole = run(case, "triton", device, 7, accept_prob=ACCEPT)
-    for block_v, splits in ((64, 1), (64, 4), (128, 3)):
+    for block_v, splits in ((64, 1), (128, 3)):
         config = launch_module.OutcomesConfig(width=16, block_v=block_v, splits=splits)
         monkeypatch.setattr(launch_module, "outcomes_config", lambda *_, config=config: config)
         found = run(case, "triton", device, 7, accept_prob=ACCEPT)

@@ -1,13 +1,24 @@
-"""Layouts of trees and chains against their definitions, written out in Python."""
+"""Layouts of trees and chains against their definitions; registration of the ops of the tree."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from saguaro_kernels.distribution import PAD
+from bench.traffic import Meter
+from saguaro_kernels._launch import INTERPRETED
+from saguaro_kernels.cache import SpeculationCache
+from saguaro_kernels.distribution import PAD, Sampling
 from saguaro_kernels.errors import ConfigError, DTypeError, ShapeError
+from saguaro_kernels.ngram import ngram_propose
+from saguaro_kernels.outcomes import allocate_fan_out, predict_outcomes
+from saguaro_kernels.promotion import promote_branch
+from saguaro_kernels.rng import Keys
 from saguaro_kernels.tree import Layout, chain_layout, tree_layout
+from saguaro_kernels.tree_attention import tree_attention
 
 IMPLS = ("reference", "triton")
 POISON = -(1 << 60)
@@ -144,3 +155,75 @@ def test_wrong_arguments_are_named(device):
         chain_layout(tokens, trunk, trunk, page_size=0)
     with pytest.raises(DTypeError, match="page_table"):
         chain_layout(tokens, trunk, trunk, page_table=tokens, page_size=1)
+
+
+def _calls(device: str) -> dict[str, tuple[Callable[[str], object], int]]:
+    """A small call of each op used by the tree, by name, and its launches."""
+    depth = torch.tensor([[0, 1, -1], [2, 0, 1]], dtype=torch.int32, device=device)
+    tokens = torch.zeros(2, 3, dtype=torch.int64, device=device)
+    trunk = torch.tensor([3, 5], dtype=torch.int32, device=device)
+    table = torch.arange(8, dtype=torch.int32, device=device).view(2, 4)
+    kv = torch.ones(1, 2, 8, 8, 1, 16, device=device)
+    query = torch.ones(2, 3, 2, 16, device=device)
+    logits = torch.arange(240.0, device=device).view(2, 3, 40)
+    two = torch.tensor([2, 1], device=device)
+    sampling = Sampling(torch.tensor([1.0, 0.0], device=device))
+    cache = SpeculationCache(16, 6, device, draft_len=2)
+    hit = {"trunk_len": trunk, "depth": two, "branch": two, "draft_len": 2, "branches": 3}
+    return {
+        "tree_layout": (
+            lambda impl: tree_layout(
+                depth, tokens, trunk, draft_len=2, page_table=table, page_size=8, impl=impl
+            ).slots,
+            1,
+        ),
+        "chain_layout": (lambda impl: chain_layout(tokens, trunk, trunk, impl=impl).slots, 1),
+        "tree_attention": (
+            lambda impl: tree_attention(
+                query, kv[0, 0], kv[0, 1], table,
+                trunk_len=trunk, depth=depth, draft_len=2, step=1, impl=impl,
+            ),
+            1,
+        ),
+        "promote_branch": (lambda impl: promote_branch(kv, table, **hit, impl=impl), 1),
+        "cache_insert": (lambda impl: cache.insert(two, 1, two, two, two, two, impl=impl), 1),
+        "cache_lookup": (lambda impl: cache.lookup(two, 1, two, two, two, impl=impl).slot, 1),
+        "predict_outcomes": (
+            lambda impl: predict_outcomes(
+                logits, tokens[:, :2], two, sampling, Keys(two, two), branches=4, impl=impl
+            ).tokens,
+            2,
+        ),
+        "allocate_fan_out": (lambda impl: allocate_fan_out(logits[0], 5, 0.5, impl=impl), 1),
+        "ngram_propose": (lambda impl: ngram_propose(tokens, two, num_tokens=2, impl=impl)[0], 1),
+    }  # fmt: skip
+
+
+class _Captured(TorchDispatchMode):
+    """Keeps the registered ops that run inside, with their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "saguaro":
+            self.ops.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", list(_calls("cpu")))
+def test_ops_are_registered_compile_and_never_wait(name, device):
+    call, launches = _calls(device)[name]
+    with _Captured() as captured:
+        eager = call("reference")
+    [(op, arguments)] = captured.ops
+    assert op.name() == f"saguaro::{name}"
+    torch.library.opcheck(op, arguments)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")("reference")
+    assert eager is None or torch.equal(compiled, eager)
+    with Meter() as meter:
+        call("triton")
+    assert meter.syncs == 0
+    if INTERPRETED:  # the meter counts the interpreter's launches
+        assert meter.launches <= launches + (name == "predict_outcomes")  # a slice made contiguous
