@@ -17,15 +17,20 @@ from .errors import (
     ShapeError,
     UnsupportedError,
 )
+from .residual import Residual, residual
 from .rng import Keys, Stream
 from .sampling import Sample, saguaro_sample, sample_geometric, sample_workspace_size
+from .verification import DRAFT_NAN, Draft, Verdict, verify, verify_workspace_size
 
 __all__ = [
+    "DRAFT_NAN",
     "PAD",
     "ConfigError",
     "DTypeError",
     "DeviceError",
+    "Draft",
     "Keys",
+    "Residual",
     "RowStats",
     "SaguaroError",
     "Sample",
@@ -34,9 +39,13 @@ __all__ = [
     "Status",
     "Stream",
     "UnsupportedError",
+    "Verdict",
     "log_prob_reference",
+    "residual",
     "row_stats",
     "saguaro_sample",
     "sample_geometric",
     "sample_workspace_size",
+    "verify",
+    "verify_workspace_size",
 ]

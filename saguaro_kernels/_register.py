@@ -21,6 +21,7 @@ from .outcomes.fan_out import _allocate_fan_out
 from .promotion import _promote_branch
 from .residual import _residual
 from .sampling import _saguaro_sample
+from .sampling.geometric import _geometric_row
 from .tree import _chain_layout, _tree_layout
 from .tree_attention import _tree_attention
 from .verification import _verify
@@ -50,6 +51,12 @@ _register(
     "Tensor(g!) scale_id, Tensor(h!) top_ids, Tensor(i!) top_logits, Tensor(j!) status, "
     "Tensor(k!)? workspace) -> ()",
     _saguaro_sample,
+)
+
+_register(
+    "geometric_row(Tensor draft_logits, Tensor temperature, Tensor cutoff, Tensor cutoff_id, "
+    "Tensor top, Tensor log_sum, str impl, Tensor(a!) row) -> ()",
+    _geometric_row,
 )
 
 _register(
@@ -83,10 +90,11 @@ _register(
     "verify(Tensor target_logits, Tensor tokens, Tensor num_draft, Tensor? draft_logits, "
     "Tensor? logq, Tensor? draft_cutoff, Tensor? draft_cutoff_id, Tensor? scale_logit, "
     "Tensor? scale_id, Tensor? downweight, Tensor? one_hot, Tensor? draft_bias, "
-    "Tensor? vocab_map, Tensor? draft_temperature, Tensor temperature, Tensor? top_k, "
-    "Tensor? top_p, Tensor? min_p, Tensor seed, Tensor base, Tensor? bias, Tensor? row_index, "
-    "str rule, str impl, Tensor(a!) num_accepted, Tensor(b!) output, Tensor(c!) status, "
-    "Tensor(d!) workspace) -> ()",
+    "Tensor? vocab_map, Tensor? draft_row_index, Tensor? draft_temperature, Tensor temperature, "
+    "Tensor? top_k, Tensor? top_p, Tensor? min_p, Tensor seed, Tensor base, Tensor? bias, "
+    "Tensor? row_index, Tensor? bonus_tokens, bool target_probs, bool draft_probs, str rule, "
+    "str impl, Tensor(a!) num_accepted, Tensor(b!) output, Tensor(c!) status, "
+    "Tensor(d!) workspace, Tensor(e!)? num_passing) -> ()",
     _verify,
 )
 

@@ -128,8 +128,9 @@ def _scan_side(
     cutoff, cutoff_id = _load_edge(cutoff_ptr, cutoff_id_ptr, r)
     p = (row_ptr, r * 0, temperature, 0.0, 0.0, cutoff, cutoff_id)
     max_, total, _, arg = _scan_split(
-        p, None, split, tiles, vocab, -1, (r, r, 0), False, 0, cutoff_ptr is not None, BLOCK_V
-    )
+        p, None, split, tiles, vocab, -1, (r, r, 0), False, 0, cutoff_ptr is not None, False,
+        BLOCK_V,
+    )  # fmt: skip
     return max_, total, arg
 
 
@@ -239,7 +240,7 @@ def _residual_tile(
 ):  # fmt: skip
     """Mass of a tile; with probs_ptr, writes its probabilities."""
     ids = start + tl.arange(0, BLOCK_V)
-    log_p, log_q = _load_pair(p, q, None, None, None, ids, vocab, draft_vocab, MASKED)
+    log_p, log_q = _load_pair(p, q, None, None, None, ids, vocab, draft_vocab, False, False, MASKED)
     probs = tl.exp(log_p)
     excess = tl.maximum(scale * probs - tl.exp(log_q), 0.0)
     # Beyond the row, an empty row's one id excepted, log p is -inf.

@@ -41,6 +41,7 @@ class Draft:
         bias: [B, K, V_draft] float32 that was added to `logits` before sampling, or None.
         vocab_map: [V] int32, the draft's id of each target id, -1 (q = 0) where it has none; None
             when the ids are the same.
+        row_index: [B, K] int64, where the rows lie in flat `logits` [N, V_draft]; None for padded.
     """
 
     tokens: torch.Tensor
@@ -57,13 +58,35 @@ class Draft:
     sampling: Sampling | None = None
     bias: torch.Tensor | None = None
     vocab_map: torch.Tensor | None = None
+    row_index: torch.Tensor | None = None
 
 
 DRAFT_TENSORS = (
     "tokens", "num_draft", "logits", "logq", "cutoff", "cutoff_id", "scale_logit", "scale_id",
-    "downweight", "one_hot", "bias", "vocab_map",
+    "downweight", "one_hot", "bias", "vocab_map", "row_index",
 )  # fmt: skip
 """The fields of a Draft in the order of the registered op, which then takes its temperature."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the contracts of other engines add: see `saguaro_kernels.compat`.
+
+    Fields:
+        target_probs, draft_probs: the rows hold probabilities, which count by their measured mass.
+            `Draft.logq` is then log q of the token after division by the mass.
+        bonus_tokens: [B] int64, emitted after a whole chain instead of drawing from a bonus row.
+        num_passing: out [B] int32, drafts that pass their own test, whatever came before them.
+    """
+
+    target_probs: bool = False
+    draft_probs: bool = False
+    bonus_tokens: torch.Tensor | None = None
+    num_passing: torch.Tensor | None = None
+
+
+NO_INPUTS = Inputs()
+"""Logits on both sides, the bonus token drawn."""
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def _verify_stats_kernel(
     seed_ptr,  # [B] int64
     base_ptr,  # [B] int64
     vocab, num_steps, num_splits, tiles, stride_b, stride_i, bias_stride_b, bias_stride_i,
-    COUPLED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
+    COUPLED: tl.constexpr, PROBS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Grid (S, K, B): a program owns `tiles` tiles of a judged row. Writes partials."""
     split, i, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -87,18 +87,9 @@ def _verify_stats_kernel(
         p = (target_ptr + row, bias_row, temperature, 0.0, 0.0, cutoff, cutoff_id)
         noise = (tl.load(seed_ptr + b), tl.load(base_ptr + b), i)
         max_, total, best, arg = _scan_split(
-            p,
-            bias_ptr,
-            split,
-            tiles,
-            vocab,
-            -1,
-            noise,
-            COUPLED,
-            _COUPLED,
-            cutoff_ptr is not None,
-            BLOCK_V,
-        )
+            p, bias_ptr, split, tiles, vocab, -1, noise, COUPLED, _COUPLED, cutoff_ptr is not None,
+            PROBS, BLOCK_V,
+        )  # fmt: skip
         part = part_ptr + (b * num_steps + i) * 3 * num_splits + split
         tl.store(part, max_)
         tl.store(part + num_splits, _log_sum(total))
@@ -111,7 +102,7 @@ def _judge(
     part_ptr, target_ptr, row_index_ptr, bias_ptr, cutoff_ptr, cutoff_id_ptr, tokens_ptr, logq_ptr,
     one_hot, b, num_draft, temperature, vocab, num_steps, num_splits, stride_b, stride_i,
     bias_stride_b, bias_stride_i,
-    ALIGNED: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
+    PROBS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Per judged row, [BLOCK_K]: max, log-sum, log p(d), log q(d), log p(d)/q(d), q is one-hot."""
     step, num_rows = tl.arange(0, BLOCK_K), num_steps + 1
@@ -123,6 +114,8 @@ def _judge(
     inside = (token >= 0) & (token < vocab)
     row = _row_offset(row_index_ptr, b, step, num_rows, stride_b, stride_i, ALIGNED)
     z = tl.load(target_ptr + row + token, mask=inside, other=_NEG_INF).to(tl.float32)
+    if PROBS:
+        z = tl.where(z > 0, _log_sum(z), _NEG_INF)
     if bias_ptr is not None:
         row = _row_offset(None, b, step, 0, bias_stride_b, bias_stride_i, False)
         z += tl.load(bias_ptr + row + token, mask=inside, other=0.0)
@@ -203,7 +196,8 @@ def _verify_mass_kernel(
     seed_ptr,  # [B] int64
     base_ptr,  # [B] int64
     tokens_ptr,  # [B, K] int64
-    draft_ptr,  # [B, K, V_draft] | None
+    draft_ptr,  # [B, K, V_draft], or [N, V_draft] with draft_row_index | None
+    draft_row_index_ptr,  # [B, K] int64 | None
     logq_ptr,  # [B, K] float32 | None
     draft_cutoff_ptr,  # [B, K] float32 | None
     draft_cutoff_id_ptr,  # [B, K] int64
@@ -216,7 +210,8 @@ def _verify_mass_kernel(
     map_ptr,  # [V] int32 | None
     vocab, draft_vocab, num_steps, num_splits, tiles, stride_b, stride_i, bias_stride_b,
     bias_stride_i, draft_stride_b, draft_stride_i, draft_bias_stride_b, draft_bias_stride_i,
-    ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
+    PROBS: tl.constexpr, DRAFT_PROBS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Grid (S, K-1, B): a program owns `tiles` tiles of one R's row pair. Writes a partial R."""
     split, i, b = tl.program_id(0), tl.program_id(1) + 1, tl.program_id(2).to(tl.int64)
@@ -227,7 +222,7 @@ def _verify_mass_kernel(
         max_, log_sum, log_p, log_q, log_ratio, point = _judge(
             part_ptr, target_ptr, row_index_ptr, bias_ptr, cutoff_ptr, cutoff_id_ptr, tokens_ptr,
             logq_ptr, one_hot, b, num_draft, temperature, vocab, num_steps, num_splits, stride_b,
-            stride_i, bias_stride_b, bias_stride_i, ALIGNED, BLOCK_K, BLOCK_S,
+            stride_i, bias_stride_b, bias_stride_i, PROBS, ALIGNED, BLOCK_K, BLOCK_S,
         )  # fmt: skip
         log_a = _block_scales(log_ratio, BLOCK_K)
         step = tl.arange(0, BLOCK_K)
@@ -247,14 +242,14 @@ def _verify_mass_kernel(
                 _at(log_sum, i, BLOCK_K), cutoff, cutoff_id,
             )  # fmt: skip
             q = _load_draft_row(
-                draft_ptr, draft_bias_ptr, map_ptr, tokens_ptr, logq_ptr, draft_cutoff_ptr,
-                draft_cutoff_id_ptr, scale_logit_ptr, scale_id_ptr, downweight_ptr,
-                draft_temperature_ptr, b, i, num_steps, vocab, draft_vocab, draft_stride_b,
-                draft_stride_i, draft_bias_stride_b, draft_bias_stride_i, ALIGNED,
+                draft_ptr, draft_row_index_ptr, draft_bias_ptr, map_ptr, tokens_ptr, logq_ptr,
+                draft_cutoff_ptr, draft_cutoff_id_ptr, scale_logit_ptr, scale_id_ptr,
+                downweight_ptr, draft_temperature_ptr, b, i, num_steps, vocab, draft_vocab,
+                draft_stride_b, draft_stride_i, draft_bias_stride_b, draft_bias_stride_i, DRAFT_PROBS, ALIGNED,
             )  # fmt: skip
             mass = _scan_mass(
                 p, q, bias_ptr, draft_bias_ptr, map_ptr, split, tiles, vocab, draft_vocab,
-                _at(log_a, i - 1, BLOCK_K), BLOCK_V,
+                _at(log_a, i - 1, BLOCK_K), PROBS, DRAFT_PROBS, BLOCK_V,
             )  # fmt: skip
             tl.store(mass_ptr + (b * num_steps + i - 1) * num_splits + split, mass)
 
@@ -262,7 +257,7 @@ def _verify_mass_kernel(
 @triton.jit
 def _scan_mass(
     p, q, bias_ptr, draft_bias_ptr, map_ptr, split, tiles, vocab, draft_vocab, log_scale,
-    BLOCK_V: tl.constexpr,
+    PROBS: tl.constexpr, DRAFT_PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """sum (a p - q)+ over one split, a = exp(log_scale)."""
     first = split * tiles
@@ -273,15 +268,17 @@ def _scan_mass(
     for tile in range(first, full):
         ids = tile * BLOCK_V + tl.arange(0, BLOCK_V)
         log_p, log_q = _load_pair(
-            p, q, bias_ptr, draft_bias_ptr, map_ptr, ids, vocab, draft_vocab, False
-        )
+            p, q, bias_ptr, draft_bias_ptr, map_ptr, ids, vocab, draft_vocab, PROBS, DRAFT_PROBS,
+            False,
+        )  # fmt: skip
         excess = tl.exp(log_p + log_scale) - tl.exp(log_q)
         total += tl.sum(tl.where(excess > 0, excess, 0.0), axis=0)
     for tile in range(full, end):
         ids = tile * BLOCK_V + tl.arange(0, BLOCK_V)
         log_p, log_q = _load_pair(
-            p, q, bias_ptr, draft_bias_ptr, map_ptr, ids, vocab, draft_vocab, True
-        )
+            p, q, bias_ptr, draft_bias_ptr, map_ptr, ids, vocab, draft_vocab, PROBS, DRAFT_PROBS,
+            True,
+        )  # fmt: skip
         excess = tl.exp(log_p + log_scale) - tl.exp(log_q)
         total += tl.sum(tl.where(excess > 0, excess, 0.0), axis=0)
     return total
@@ -292,6 +289,8 @@ def _verify_extra_kernel(
     num_accepted_ptr,  # out [B] int32
     output_ptr,  # out [B, K+1] int64
     status_ptr,  # out [B] int32
+    num_passing_ptr,  # out [B] int32 | None: drafts that pass their own test
+    bonus_ptr,  # [B] int64 | None: emitted after a whole chain
     extra_ptr,  # scratch [B, 4, S] float32: max, best, total, best of the residual
     extra_arg_ptr,  # scratch [B, 2, S] int32
     counter_ptr,  # [B] int32, zero; the programs of a request that are done
@@ -308,7 +307,8 @@ def _verify_extra_kernel(
     seed_ptr,  # [B] int64
     base_ptr,  # [B] int64
     tokens_ptr,  # [B, K] int64
-    draft_ptr,  # [B, K, V_draft] | None
+    draft_ptr,  # [B, K, V_draft], or [N, V_draft] with draft_row_index | None
+    draft_row_index_ptr,  # [B, K] int64 | None
     logq_ptr,  # [B, K] float32 | None
     draft_cutoff_ptr,  # [B, K] float32 | None
     draft_cutoff_id_ptr,  # [B, K] int64
@@ -321,8 +321,9 @@ def _verify_extra_kernel(
     map_ptr,  # [V] int32 | None
     vocab, draft_vocab, num_steps, num_splits, tiles, stride_b, stride_i, bias_stride_b,
     bias_stride_i, draft_stride_b, draft_stride_i, draft_bias_stride_b, draft_bias_stride_i,
-    BLOCK_RULE: tl.constexpr, COUPLED: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_RULE: tl.constexpr, COUPLED: tl.constexpr, PROBS: tl.constexpr,
+    DRAFT_PROBS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Grid (S, B): a program owns `tiles` tiles of the extra row; the last one writes all."""
     split, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -338,7 +339,7 @@ def _verify_extra_kernel(
     max_, log_sum, log_p, log_q, log_ratio, point = _judge(
         part_ptr, target_ptr, row_index_ptr, bias_ptr, cutoff_ptr, cutoff_id_ptr, tokens_ptr,
         logq_ptr, one_hot, b, num_draft, temperature, vocab, num_steps, num_splits, stride_b,
-        stride_i, bias_stride_b, bias_stride_i, ALIGNED, BLOCK_K, BLOCK_S,
+        stride_i, bias_stride_b, bias_stride_i, PROBS, ALIGNED, BLOCK_K, BLOCK_S,
     )  # fmt: skip
     whole = (log_sum == log_sum) & (max_ > _NEG_INF)
 
@@ -366,11 +367,20 @@ def _verify_extra_kernel(
     draft_bad = tl.max(tl.where(judged, point, 0), axis=0)
     draft_bad = tl.where((one_hot != 0) | own_choice, 0, draft_bad) * _DRAFT_NAN
 
-    if own_choice & (k < num_draft):
+    if num_passing_ptr is not None:
+        if split == 0:
+            tl.store(num_passing_ptr + b, tl.sum(tl.where(judged, passes, 0), axis=0))
+
+    is_known = own_choice & (k < num_draft)
+    known = _at(choice, k, BLOCK_K).to(tl.int64)
+    if bonus_ptr is not None:
+        is_known = is_known | (k == num_draft)
+        known = tl.where(k == num_draft, tl.load(bonus_ptr + b), known)
+    if is_known:
         if split == 0:
             _write_verdict(
-                num_accepted_ptr, output_ptr, status_ptr, tokens_ptr, b, k, num_steps,
-                _at(choice, k, BLOCK_K), status, BLOCK_K,
+                num_accepted_ptr, output_ptr, status_ptr, tokens_ptr, b, k, num_steps, known,
+                tl.where(status == 0, draft_bad, status), BLOCK_K,
             )  # fmt: skip
     else:
         num_rows = num_steps + 1
@@ -396,14 +406,14 @@ def _verify_extra_kernel(
         if pair:
             if draft_ptr is not None:
                 q = _load_draft_row(
-                    draft_ptr, draft_bias_ptr, map_ptr, tokens_ptr, logq_ptr, draft_cutoff_ptr,
-                    draft_cutoff_id_ptr, scale_logit_ptr, scale_id_ptr, downweight_ptr,
-                    draft_temperature_ptr, b, k, num_steps, vocab, draft_vocab, draft_stride_b,
-                    draft_stride_i, draft_bias_stride_b, draft_bias_stride_i, ALIGNED,
+                    draft_ptr, draft_row_index_ptr, draft_bias_ptr, map_ptr, tokens_ptr,
+                    logq_ptr, draft_cutoff_ptr, draft_cutoff_id_ptr, scale_logit_ptr, scale_id_ptr,
+                    downweight_ptr, draft_temperature_ptr, b, k, num_steps, vocab, draft_vocab,
+                    draft_stride_b, draft_stride_i, draft_bias_stride_b, draft_bias_stride_i, DRAFT_PROBS, ALIGNED,
                 )  # fmt: skip
                 total, left_best, left_arg, best, arg = _scan_residual(
                     p, q, bias_ptr, draft_bias_ptr, map_ptr, split, tiles, vocab, draft_vocab,
-                    log_scale, (seed, base, k), STREAM, BLOCK_V,
+                    log_scale, (seed, base, k), STREAM, PROBS, DRAFT_PROBS, BLOCK_V,
                 )  # fmt: skip
                 tl.store(extra, _at(max_, k, BLOCK_K))
                 tl.store(extra + num_splits, best)
@@ -414,7 +424,7 @@ def _verify_extra_kernel(
         else:
             row_max, total, best, arg = _scan_split(
                 p, bias_ptr, split, tiles, vocab, exclude, (seed, base, k), True, STREAM,
-                cutoff_ptr is not None, BLOCK_V,
+                cutoff_ptr is not None, PROBS, BLOCK_V,
             )  # fmt: skip
             tl.store(extra, row_max)
             tl.store(extra + num_splits, best)
@@ -460,7 +470,7 @@ def _accept_block(
 @triton.jit
 def _scan_residual(
     p, q, bias_ptr, draft_bias_ptr, map_ptr, split, tiles, vocab, draft_vocab, log_scale, noise,
-    STREAM: tl.constexpr, BLOCK_V: tl.constexpr,
+    STREAM: tl.constexpr, PROBS: tl.constexpr, DRAFT_PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Over one split: mass, best and argbest of (a p - q)+, best and argbest of p."""
     first = split * tiles
@@ -471,12 +481,14 @@ def _scan_residual(
     for tile in range(first, full):
         total, left_best, left_arg, best, arg = _scan_residual_tile(
             (total, left_best, left_arg, best, arg), p, q, bias_ptr, draft_bias_ptr, map_ptr,
-            tile * BLOCK_V, vocab, draft_vocab, log_scale, noise, STREAM, False, BLOCK_V,
+            tile * BLOCK_V, vocab, draft_vocab, log_scale, noise, STREAM, PROBS,
+            DRAFT_PROBS, False, BLOCK_V,
         )  # fmt: skip
     for tile in range(full, end):
         total, left_best, left_arg, best, arg = _scan_residual_tile(
             (total, left_best, left_arg, best, arg), p, q, bias_ptr, draft_bias_ptr, map_ptr,
-            tile * BLOCK_V, vocab, draft_vocab, log_scale, noise, STREAM, True, BLOCK_V,
+            tile * BLOCK_V, vocab, draft_vocab, log_scale, noise, STREAM, PROBS,
+            DRAFT_PROBS, True, BLOCK_V,
         )  # fmt: skip
     return total, left_best, left_arg, best, arg
 
@@ -484,14 +496,16 @@ def _scan_residual(
 @triton.jit
 def _scan_residual_tile(
     state, p, q, bias_ptr, draft_bias_ptr, map_ptr, start, vocab, draft_vocab, log_scale, noise,
-    STREAM: tl.constexpr, MASKED: tl.constexpr, BLOCK_V: tl.constexpr,
+    STREAM: tl.constexpr, PROBS: tl.constexpr, DRAFT_PROBS: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     total, left_best, left_arg, best, arg = state
     seed, base, offset = noise
     ids = start + tl.arange(0, BLOCK_V)
     log_p, log_q = _load_pair(
-        p, q, bias_ptr, draft_bias_ptr, map_ptr, ids, vocab, draft_vocab, MASKED
-    )
+        p, q, bias_ptr, draft_bias_ptr, map_ptr, ids, vocab, draft_vocab, PROBS, DRAFT_PROBS,
+        MASKED,
+    )  # fmt: skip
     above = log_p + log_scale
     gap = log_q - above
     # log(1 - q/p) would round to 0 for small q/p.

@@ -11,7 +11,7 @@ from .._launch import on_device
 from ..distribution import Sampling
 from ..distribution.launch import row_cutoff_launch
 from ..rng import Keys
-from .contract import Draft, Verdict
+from .contract import Draft, Inputs, Verdict
 from .kernels import (
     _INTEGERS,
     _verify_extra_kernel,
@@ -41,7 +41,7 @@ class VerifyConfig:
         return triton.cdiv(tiles, each), each
 
 
-def workspace_size(
+def verify_workspace_size(
     num_requests: int, num_steps: int, vocab: int, *, num_rows: int | None = None
 ) -> int:
     """float32 elements that one `verify` needs at most; `num_rows` = N of flat rows [N, V]."""
@@ -68,6 +68,7 @@ def _verify_launch(
     rule: str,
     bias: torch.Tensor | None,
     row_index: torch.Tensor | None,
+    inputs: Inputs,
     out: Verdict,
     workspace: torch.Tensor,
     config: VerifyConfig | None = None,
@@ -104,11 +105,12 @@ def _verify_launch(
         temperature_ptr=sampling.temperature, seed_ptr=keys.seed, base_ptr=keys.base, vocab=vocab,
         num_steps=num_steps, num_splits=splits, tiles=tiles, stride_b=strides[0],
         stride_i=strides[1], bias_stride_b=bias_strides[0], bias_stride_i=bias_strides[1],
-        ALIGNED=aligned, BLOCK_V=config.block_v,
+        PROBS=inputs.target_probs, ALIGNED=aligned, BLOCK_V=config.block_v,
     )  # fmt: skip
     one_hot, own = draft.one_hot, draft.sampling
     with_draft = dict(
-        tokens_ptr=draft.tokens, draft_ptr=draft.logits, logq_ptr=draft.logq,
+        tokens_ptr=draft.tokens, draft_ptr=draft.logits, draft_row_index_ptr=draft.row_index,
+        logq_ptr=draft.logq,
         draft_cutoff_ptr=draft.cutoff, draft_cutoff_id_ptr=draft.cutoff_id,
         scale_logit_ptr=draft.scale_logit, scale_id_ptr=draft.scale_id,
         downweight_ptr=draft.downweight,
@@ -118,7 +120,7 @@ def _verify_launch(
         draft_vocab=vocab if draft.logits is None else draft.logits.shape[-1],
         draft_stride_b=strides[2], draft_stride_i=strides[3],
         draft_bias_stride_b=bias_strides[2], draft_bias_stride_i=bias_strides[3],
-        BLOCK_K=max(8, triton.next_power_of_2(num_steps)),
+        DRAFT_PROBS=inputs.draft_probs, BLOCK_K=max(8, triton.next_power_of_2(num_steps)),
         BLOCK_S=triton.next_power_of_2(config.max_splits),
     )  # fmt: skip
     scan_masses = rule == "block" and draft.logits is not None and num_steps > 1
@@ -133,7 +135,8 @@ def _verify_launch(
             )
         _verify_extra_kernel[(splits, num_requests)](
             num_accepted_ptr=out.num_accepted, output_ptr=out.tokens, status_ptr=out.status,
-            extra_ptr=extra, extra_arg_ptr=extra_arg, counter_ptr=counter, part_arg_ptr=part_arg,
+            num_passing_ptr=inputs.num_passing, bonus_ptr=inputs.bonus_tokens, extra_ptr=extra,
+            extra_arg_ptr=extra_arg, counter_ptr=counter, part_arg_ptr=part_arg,
             mass_ptr=mass if scan_masses else None, BLOCK_RULE=rule == "block",
             COUPLED=rule == "coupled", num_warps=config.noise_warps, **common, **with_draft,
         )  # fmt: skip
@@ -177,9 +180,11 @@ def compile_cases() -> list[tuple[str, object, dict, dict, int]]:
         types = {**scratch, **requests, **pointers, **integers}
         if "mass" not in kernels:
             del types["mass_ptr"]
+        probs = name.startswith("compat")
         values = {
             "BLOCK_V": config.block_v, "BLOCK_K": 8, "BLOCK_S": 16, "ALIGNED": aligned,
             "COUPLED": rule == "coupled", "BLOCK_RULE": rule == "block",
+            "PROBS": probs, "DRAFT_PROBS": probs,
         }  # fmt: skip
         for phase, kernel in kernels.items():
             signature = {n: types[n] for n in kernel.arg_names if n in types}
@@ -199,5 +204,9 @@ def compile_cases() -> list[tuple[str, object, dict, dict, int]]:
     add("block-bf16-unaligned", rows, "block", aligned=False)
     add("block-bf16-all-options", {**rows, **rest}, "block")
     add("token-bf16-one-hot", {"target_ptr": "*bf16"}, "token")
+    flat = {"row_index_ptr": "*i64", "draft_row_index_ptr": "*i64"}
+    compat = {"num_passing_ptr": "*i32", "bonus_ptr": "*i64"}
+    rows = {"target_ptr": "*fp32", "draft_ptr": "*fp32", **sampled}
+    add("compat-fp32", {**rows, **flat, **compat}, "token")
     add("block-fp16", {"target_ptr": "*fp16", "draft_ptr": "*fp16", **sampled}, "block")
     return cases

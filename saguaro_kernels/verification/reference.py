@@ -15,7 +15,7 @@ from ..distribution import (
     log_prob_reference,
 )
 from ..rng import Keys, Stream, gumbel_reference, uniform_reference
-from .contract import DRAFT_NAN, MASS_FLOOR, Draft, Verdict
+from .contract import DRAFT_NAN, MASS_FLOOR, NO_INPUTS, Draft, Inputs, Verdict
 
 
 def verify_reference(
@@ -27,13 +27,14 @@ def verify_reference(
     rule: str = "block",
     bias: torch.Tensor | None = None,
     row_index: torch.Tensor | None = None,
+    inputs: Inputs = NO_INPUTS,
     uniforms: torch.Tensor | None = None,
 ) -> Verdict:
     """`verify` in plain torch; float64 logits stay float64. `uniforms` [B, K] injects u."""
     rule = "block" if rule == "hsd" else rule
     tokens, device = draft.tokens, draft.tokens.device
     num_requests, num_steps = tokens.shape
-    rows = _TargetRows(target_logits, target_sampling, bias, row_index)
+    rows = _TargetRows(target_logits, target_sampling, bias, row_index, inputs)
     step = torch.arange(num_steps, device=device)
     judged = step < draft.num_draft[:, None]
     own_choice = (target_sampling.temperature <= 0) | (rule == "coupled")
@@ -61,6 +62,8 @@ def verify_reference(
         uniforms = torch.ones_like(log_ratio) if idle else _uniforms(keys, num_steps)
     matches = (choice == tokens) & ~broken
     passes = torch.where(own_choice[:, None], matches, uniforms.log() < log_ratio)
+    if inputs.num_passing is not None:
+        inputs.num_passing.copy_((passes & judged).sum(1))
     num_accepted = (passes & judged).to(torch.int64).cumprod(1).sum(1)
     log_scale = torch.zeros(num_requests, dtype=rows.dtype, device=device)
     if rule == "block" and not bool(own_choice.all()):
@@ -78,7 +81,9 @@ def verify_reference(
     if b.numel():
         extra[b] = _draw_residual(rows, draft, b, num_accepted[b], log_scale[b], keys)
     b = torch.nonzero(~refused)[:, 0]
-    if b.numel():
+    if inputs.bonus_tokens is not None:
+        extra[b] = inputs.bonus_tokens[b]
+    elif b.numel():
         z, status[b, num_accepted[b]] = rows.load(b, num_accepted[b])
         stream = Stream.COUPLED if rule == "coupled" else Stream.EXTRA
         extra[b] = rows.draw(z, b, num_accepted[b], keys, stream)
@@ -156,15 +161,18 @@ class _TargetRows:
         sampling: Sampling,
         bias: torch.Tensor | None,
         row_index: torch.Tensor | None,
+        inputs: Inputs,
     ) -> None:
         self.logits, self.bias, self.row_index = logits, bias, row_index
-        self.sampling = sampling
+        self.sampling, self.inputs = sampling, inputs
         self.dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         self.vocab = logits.shape[-1]
 
     def load(self, b: torch.Tensor, i: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """z [N, V], NaN and +inf as -inf, and status [N]."""
         rows = self.logits[b, i] if self.row_index is None else self.logits[self.row_index[b, i]]
+        if self.inputs.target_probs:
+            rows = rows.to(self.dtype).log()
         return clean_reference(rows, None if self.bias is None else self.bias[b, i])
 
     def log_prob(self, z: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -205,7 +213,8 @@ def _log_q(rows: _TargetRows, draft: Draft, b: torch.Tensor, i: torch.Tensor) ->
     is_point = _is_point(draft)[b, i]
     if draft.logits is None or bool(is_point.all()):
         return point
-    z = draft.logits[b, i].to(rows.dtype)
+    z = draft.logits[b, i] if draft.row_index is None else draft.logits[draft.row_index[b, i]]
+    z = z.to(rows.dtype).log() if rows.inputs.draft_probs else z.to(rows.dtype)
     if draft.bias is not None:
         z = z + draft.bias[b, i]
     own, own_token = _to_draft_ids(draft, ids), _to_draft_ids(draft, token)

@@ -60,18 +60,20 @@ def _load_ids(ptr, ids, limit, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _load_biased(ptr, bias_ptr, bias_row, ids, limit, MASKED: tl.constexpr):
-    """z of a tile, as written by the model, plus the bias."""
-    z = _load_ids(ptr, ids, limit, MASKED)
-    if bias_ptr is not None:
-        z += _load_ids(bias_ptr + bias_row, ids, limit, MASKED)
-    return z
-
-
-@triton.jit
 def _log_sum(x):
     """log x, -inf at 0; NaN stays NaN, which marks a row that held NaN or +inf."""
     return tl.where(x == 0.0, _NEG_INF, tl.log(tl.where(x == 0.0, 1.0, x)))
+
+
+@triton.jit
+def _load_biased(ptr, bias_ptr, bias_row, ids, limit, PROBS: tl.constexpr, MASKED: tl.constexpr):
+    """z of a tile, as written by the model or log of a probability, plus the bias."""
+    z = _load_ids(ptr, ids, limit, MASKED)
+    if PROBS:
+        z = tl.where(z == _NEG_INF, z, _log_sum(z))
+    if bias_ptr is not None:
+        z += _load_ids(bias_ptr + bias_row, ids, limit, MASKED)
+    return z
 
 
 @triton.jit
@@ -86,7 +88,7 @@ def _as_block(scalar):
 @triton.jit
 def _scan_tile(
     state, p, bias_ptr, start, vocab, exclude, noise, NOISE: tl.constexpr, STREAM: tl.constexpr,
-    FILTERED: tl.constexpr, MASKED: tl.constexpr, BLOCK_V: tl.constexpr,
+    FILTERED: tl.constexpr, PROBS: tl.constexpr, MASKED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One more tile of (max, sum exp((z - max) / T), best, argbest); best is relative to max.
 
@@ -96,7 +98,7 @@ def _scan_tile(
     row_ptr, bias_row, temperature, _, _, cutoff, cutoff_id = p
     seed, base, offset = noise
     ids = start + tl.arange(0, BLOCK_V)
-    z = _load_biased(row_ptr, bias_ptr, bias_row, ids, vocab, MASKED)
+    z = _load_biased(row_ptr, bias_ptr, bias_row, ids, vocab, PROBS, MASKED)
     bad = (z < _INF) == 0
     z = _clean(z)
     if FILTERED:
@@ -126,7 +128,7 @@ def _scan_tile(
 @triton.jit
 def _scan_split(
     p, bias_ptr, split, tiles, vocab, exclude, noise, NOISE: tl.constexpr, STREAM: tl.constexpr,
-    FILTERED: tl.constexpr, BLOCK_V: tl.constexpr,
+    FILTERED: tl.constexpr, PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """_scan_tile over the tiles of one split."""
     first = split * tiles
@@ -136,23 +138,24 @@ def _scan_split(
     for tile in range(first, full):
         max_, total, best, arg = _scan_tile(
             (max_, total, best, arg), p, bias_ptr, tile * BLOCK_V, vocab, exclude, noise,
-            NOISE, STREAM, FILTERED, False, BLOCK_V,
+            NOISE, STREAM, FILTERED, PROBS, False, BLOCK_V,
         )  # fmt: skip
     for tile in range(full, end):
         max_, total, best, arg = _scan_tile(
             (max_, total, best, arg), p, bias_ptr, tile * BLOCK_V, vocab, exclude, noise,
-            NOISE, STREAM, FILTERED, True, BLOCK_V,
+            NOISE, STREAM, FILTERED, PROBS, True, BLOCK_V,
         )  # fmt: skip
     return max_, total, best, arg
 
 
 @triton.jit
 def _load_pair(
-    p, q, bias_ptr, draft_bias_ptr, map_ptr, ids, vocab, draft_vocab, MASKED: tl.constexpr
+    p, q, bias_ptr, draft_bias_ptr, map_ptr, ids, vocab, draft_vocab, PROBS: tl.constexpr,
+    DRAFT_PROBS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """(log p, log q) of a tile of target ids. A draft row whose token has no logit is one-hot."""
     row_ptr, bias_row, temperature, max_, log_sum, cutoff, cutoff_id = p
-    z = _clean(_load_biased(row_ptr, bias_ptr, bias_row, ids, vocab, MASKED))
+    z = _clean(_load_biased(row_ptr, bias_ptr, bias_row, ids, vocab, PROBS, MASKED))
     log_p = _row_log_prob(
         z, ids, _as_block(temperature), _finite_or_zero(max_), log_sum, cutoff, cutoff_id, _INF,
         -1, 0.0,
@@ -161,10 +164,10 @@ def _load_pair(
      log_c) = q  # fmt: skip
     if map_ptr is None:
         own = ids
-        z = _load_biased(row_ptr, draft_bias_ptr, bias_row, own, draft_vocab, MASKED)
+        z = _load_biased(row_ptr, draft_bias_ptr, bias_row, own, draft_vocab, DRAFT_PROBS, MASKED)
     else:
         own = tl.load(map_ptr + ids, mask=ids < vocab, other=-1)
-        z = _load_biased(row_ptr, draft_bias_ptr, bias_row, own, draft_vocab, True)
+        z = _load_biased(row_ptr, draft_bias_ptr, bias_row, own, draft_vocab, DRAFT_PROBS, True)
     log_q = _row_log_prob(
         _clean(z), own, _as_block(temperature), _finite_or_zero(anchor), lse, cutoff, cutoff_id,
         scale_logit, scale_id, log_c,
@@ -210,9 +213,10 @@ def _merge_choices(
 
 @triton.jit
 def _load_draft_row(
-    draft_ptr, bias_ptr, map_ptr, tokens_ptr, logq_ptr, cutoff_ptr, cutoff_id_ptr,
+    draft_ptr, row_index_ptr, bias_ptr, map_ptr, tokens_ptr, logq_ptr, cutoff_ptr, cutoff_id_ptr,
     scale_logit_ptr, scale_id_ptr, downweight_ptr, temperature_ptr, b, i, num_steps, vocab,
-    draft_vocab, stride_b, stride_i, bias_stride_b, bias_stride_i, ALIGNED: tl.constexpr,
+    draft_vocab, stride_b, stride_i, bias_stride_b, bias_stride_i, PROBS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """The tuple q of draft row i of request b."""
     at = b * num_steps + i
@@ -220,10 +224,12 @@ def _load_draft_row(
     own = token
     if map_ptr is not None:
         own = tl.load(map_ptr + token, mask=(token >= 0) & (token < vocab), other=-1).to(tl.int64)
-    row_ptr = draft_ptr + _row_offset(None, b, i, 0, stride_b, stride_i, ALIGNED)
+    row_ptr = draft_ptr + _row_offset(row_index_ptr, b, i, num_steps, stride_b, stride_i, ALIGNED)
     bias_row = _row_offset(None, b, i, 0, bias_stride_b, bias_stride_i, False)
     inside = (own >= 0) & (own < draft_vocab)
     anchor = tl.load(row_ptr + own, mask=inside, other=_NEG_INF).to(tl.float32)
+    if PROBS:
+        anchor = tl.where(anchor > 0, _log_sum(anchor), _NEG_INF)
     if bias_ptr is not None:
         anchor += tl.load(bias_ptr + bias_row + own, mask=inside, other=0.0)
     lse = -tl.load(logq_ptr + at)
