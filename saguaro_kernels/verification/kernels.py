@@ -245,7 +245,8 @@ def _verify_mass_kernel(
                 draft_ptr, draft_row_index_ptr, draft_bias_ptr, map_ptr, tokens_ptr, logq_ptr,
                 draft_cutoff_ptr, draft_cutoff_id_ptr, scale_logit_ptr, scale_id_ptr,
                 downweight_ptr, draft_temperature_ptr, b, i, num_steps, vocab, draft_vocab,
-                draft_stride_b, draft_stride_i, draft_bias_stride_b, draft_bias_stride_i, DRAFT_PROBS, ALIGNED,
+                draft_stride_b, draft_stride_i, draft_bias_stride_b, draft_bias_stride_i,
+                DRAFT_PROBS, ALIGNED,
             )  # fmt: skip
             mass = _scan_mass(
                 p, q, bias_ptr, draft_bias_ptr, map_ptr, split, tiles, vocab, draft_vocab,
@@ -409,7 +410,8 @@ def _verify_extra_kernel(
                     draft_ptr, draft_row_index_ptr, draft_bias_ptr, map_ptr, tokens_ptr,
                     logq_ptr, draft_cutoff_ptr, draft_cutoff_id_ptr, scale_logit_ptr, scale_id_ptr,
                     downweight_ptr, draft_temperature_ptr, b, k, num_steps, vocab, draft_vocab,
-                    draft_stride_b, draft_stride_i, draft_bias_stride_b, draft_bias_stride_i, DRAFT_PROBS, ALIGNED,
+                    draft_stride_b, draft_stride_i, draft_bias_stride_b, draft_bias_stride_i,
+                DRAFT_PROBS, ALIGNED,
                 )  # fmt: skip
                 total, left_best, left_arg, best, arg = _scan_residual(
                     p, q, bias_ptr, draft_bias_ptr, map_ptr, split, tiles, vocab, draft_vocab,
