@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -20,7 +21,7 @@ class _Block:
     last: int
     rows: slice | torch.Tensor
     """Rows of pages.flatten(0, 1), a slice where they are neighbours; none that nobody sees."""
-    slots: torch.Tensor
+    slots: np.ndarray
     mask: torch.Tensor | None
     """[queries, rows] added to the scores; None: large, made when needed."""
 
@@ -30,36 +31,41 @@ class AttentionPlan:
     """What follows from the lengths alone: made once per forward, used by every layer."""
 
     trunk: list[int]
-    depth: torch.Tensor
+    depth: np.ndarray
     draft_len: int
     step: int
     window: int | None
     dtype: torch.dtype
+    device: torch.device
     blocks: list[_Block]
 
-    def visible(self, request: int, first: int, last: int, slots: torch.Tensor) -> torch.Tensor:
+    def visible(self, request: int, first: int, last: int, slots: np.ndarray) -> np.ndarray:
         """Which slots the queries see: [queries, slots] bool."""
         trunk, branches = self.trunk[request], self.depth.shape[1]
         depth = self.depth[request, first:last, None]
-        branch = torch.arange(first, last, device=slots.device)[:, None]
-        own = slots - (trunk + self.draft_len + 1)
         seen = slots < trunk + depth + 1
         position = slots
         if self.step >= 0:
-            mine = (own >= 0) & (own < (self.step + 1) * branches) & (own % branches == branch)
+            own = slots - (trunk + self.draft_len + 1)
+            owner = np.where((own >= 0) & (own < (self.step + 1) * branches), own % branches, -1)
+            mine = owner == np.arange(first, last)[:, None]
             seen |= mine
-            position = torch.where(mine, trunk + depth + 1 + own // branches, slots)
+            if self.window is not None:
+                position = np.where(mine, trunk + depth + 1 + own // branches, slots)
         if self.window is not None:
             seen &= position > trunk + depth + 1 + self.step - self.window
         return seen & (depth >= 0)
 
     def mask(self, block: _Block) -> torch.Tensor:
+        """The mask of a block that does not store its own."""
         seen = self.visible(block.request, block.first, block.last, block.slots)
-        seen |= (
-            self.depth[block.request, block.first : block.last, None] < 0
-        )  # any finite row will do
-        mask = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device)
-        return mask.masked_fill_(~seen, float("-inf"))
+        return self.additive(seen)
+
+    def additive(self, seen: np.ndarray) -> torch.Tensor:
+        """0 where seen, else -inf; an unused query may as well see everything."""
+        hidden = ~seen & seen.any(1, keepdims=True)
+        mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
+        return mask.masked_fill_(torch.from_numpy(hidden).to(self.device), float("-inf"))
 
 
 def attention_plan(
@@ -74,28 +80,32 @@ def attention_plan(
     dtype: torch.dtype = torch.float32,
 ) -> AttentionPlan:
     """Plan the reference's reads for queries of `dtype`; all layers of a forward share it."""
+    depths, table = depth.cpu().numpy().astype(np.int64), page_table.cpu().numpy().astype(np.int64)
     plan = AttentionPlan(
-        trunk_len.tolist(), depth.long(), draft_len, int(step), window, dtype, blocks=[]
+        trunk_len.tolist(), depths, draft_len, int(step), window, dtype, depth.device, blocks=[]
     )
-    width = depth.shape[1]
+    width = depths.shape[1]
     for request, trunk in enumerate(plan.trunk):
         for first in range(0, width, _QUERY_BLOCK):
             last = min(first + _QUERY_BLOCK, width)
-            deepest = max(depth[request, first:last].tolist())
+            deepest = int(depths[request, first:last].max())
             if deepest < 0:
                 continue
             end = trunk + deepest + 1
             if plan.step >= 0:
                 end = trunk + draft_len + 1 + (plan.step + 1) * width
-            slots = torch.arange(end, device=depth.device)
-            slots = slots[plan.visible(request, first, last, slots).any(0)]
-            rows = page_table[request].long()[slots // page_size] * page_size + slots % page_size
-            if bool((rows.diff() == 1).all()):
-                rows = slice(int(rows[0]), int(rows[0]) + rows.numel())
-            block = _Block(request, first, last, rows, slots, None)
-            if width * end <= _STORED_MASK:
-                block = _Block(request, first, last, rows, slots, plan.mask(block))
-            plan.blocks.append(block)
+            slots = np.arange(end)
+            seen = plan.visible(request, first, last, slots)
+            anyone = seen.any(0)
+            slots = slots[anyone]
+            row = table[request, slots // page_size] * page_size + slots % page_size
+            neighbours = bool((np.diff(row) == 1).all())
+            rows = slice(int(row[0]), int(row[0]) + len(row)) if neighbours else None
+            if rows is None:
+                rows = torch.from_numpy(row).to(depth.device)
+            stored = width * end <= _STORED_MASK
+            mask = plan.additive(seen[:, anyone]) if stored else None
+            plan.blocks.append(_Block(request, first, last, rows, slots, mask))
     return plan
 
 
