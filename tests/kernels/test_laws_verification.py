@@ -1,0 +1,462 @@
+"""Exact laws of the verification rules, on the torch reference that the kernels are tied to.
+
+Every law has a control that is known to be wrong and must fail on it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+
+import numpy as np
+import oracles
+import pytest
+import torch
+from drafting import draw_draft
+
+from saguaro_kernels import Draft, Keys, Sampling, Stream, saguaro_sample
+from saguaro_kernels.verification import reference, verify_reference
+
+GOLDEN = oracles.load_golden()
+DRAWS = 1 << 17
+
+
+def logs(probabilities: object) -> torch.Tensor:
+    return torch.tensor(probabilities, dtype=torch.float64).log().float()
+
+
+def keys_of(draws: int, seed: int, base: int = 5) -> Keys:
+    return Keys(torch.arange(draws) + seed * 2**32, torch.full((draws,), base))
+
+
+class Model:
+    """p and q of a golden case as tables over contexts; a context is the last one or two tokens."""
+
+    def __init__(self, case: dict) -> None:
+        self.vocab, self.kind = case["V"], case["kind"]
+        self.start = case["start"]
+        self.p, self.q = logs(case["p"]), logs(case["q"])
+
+    def context(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Row of the tables that the token after `tokens` [N, n] follows."""
+        start = torch.tensor(self.start).expand(len(tokens), 2)
+        last = torch.cat((start, tokens), 1)[:, -2:]
+        index = {"iid": last[:, 1] * 0, "markov1": last[:, 1]}
+        return index.get(self.kind, last[:, 0] * self.vocab + last[:, 1])
+
+    def rows(self, table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return table.view(-1, self.vocab)[self.context(tokens)]
+
+
+def ones(draws: int) -> Sampling:
+    return Sampling(torch.ones(draws))
+
+
+def draw_chain(model: Model, steps: int, keys: Keys, stream: Stream = Stream.DRAFT) -> Draft:
+    """Drafts drawn one after the other from q, each row after its own prefix."""
+    draws = len(keys.seed)
+    tokens, rows, logq = torch.zeros((draws, 0), dtype=torch.int64), [], []
+    for i in range(steps):
+        rows.append(model.rows(model.q, tokens))
+        sample = saguaro_sample(
+            rows[-1], ones(draws), keys, offset=i, stream=stream, impl="reference"
+        )
+        logq.append(sample.logq)
+        tokens = torch.cat((tokens, sample.tokens[:, None]), 1)
+    num_draft = torch.full((draws,), steps, dtype=torch.int32)
+    logits = torch.stack(rows, 1)
+    return Draft(tokens, num_draft, logits, logq=torch.stack(logq, 1), sampling=ones(draws))
+
+
+def target_rows(model: Model, tokens: torch.Tensor) -> torch.Tensor:
+    prefixes = [tokens[:, :i] for i in range(tokens.shape[1] + 1)]
+    return torch.stack([model.rows(model.p, prefix) for prefix in prefixes], 1)
+
+
+def text_counts(model: Model, tokens: torch.Tensor, seed: int) -> np.ndarray:
+    """Histogram of the first L tokens; what a short round lacks is drawn from the target."""
+    generator = torch.Generator().manual_seed(seed)
+    text = tokens.clone()
+    for i in range(text.shape[1]):
+        missing = text[:, i] < 0
+        if missing.any():
+            law = model.rows(model.p, text[missing, :i]).double().exp()
+            text[missing, i] = torch.multinomial(law, 1, generator=generator)[:, 0]
+    code = text @ (model.vocab ** torch.arange(text.shape[1] - 1, -1, -1))
+    return np.bincount(code.numpy(), minlength=model.vocab ** text.shape[1])
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("name", list(GOLDEN))
+def test_joint_and_outcome_laws(name: str, rule: str) -> None:
+    case = GOLDEN[name]
+    model, steps, vocab = Model(case), case["K"], case["V"]
+    keys = keys_of(DRAWS, seed=1)
+    draft = draw_chain(model, steps, keys)
+    verdict = verify_reference(
+        target_rows(model, draft.tokens), draft, ones(DRAWS), keys, rule=rule
+    )
+    assert oracles.follows(text_counts(model, verdict.tokens, 1), case["target_joint"])
+    law = case["rules"][rule]
+    k = verdict.num_accepted.long()
+    extra = verdict.tokens.gather(1, k[:, None])[:, 0]
+    joint, exact = [], []
+    for stop in range(steps + 1):
+        here = k == stop
+        power = vocab ** torch.arange(stop - 1, -1, -1)
+        prefix = draft.tokens[here, :stop] @ power if stop else extra[here] * 0
+        counts = np.bincount((prefix * vocab + extra[here]).numpy(), minlength=vocab ** (stop + 1))
+        outcome = np.ravel(law["outcome_law"][stop])
+        joint.append(counts)
+        exact.append(outcome)
+        if counts.sum() > 1000:
+            # The extra token's law given where the chain stopped; a slice may have two cells only.
+            assert oracles.chi_square_p(counts, outcome / outcome.sum()) >= oracles.ALPHA
+    assert oracles.follows(np.concatenate(joint), np.concatenate(exact))
+    assert abs(k.double().mean() - law["E_k"]) < 5 * steps / DRAWS**0.5
+
+
+def two_ids(steps: int) -> Model:
+    return Model({"V": 2, "kind": "iid", "start": [0, 0], "p": [1 / 3, 2 / 3], "q": [2 / 3, 1 / 3]})
+
+
+@pytest.mark.parametrize(
+    "rule, expected",
+    [
+        ("token", {1: 2 / 3, 2: 10 / 9, 3: 1.407407, 10: 1.965317}),
+        ("block", {1: 2 / 3, 2: 11 / 9, 3: 1.666667, 10: 3.459347}),
+        ("hsd", {2: 11 / 9, 3: 1.666667}),
+        ("coupled", {1: 2 / 3, 2: 10 / 9, 3: 1.407407, 10: 1.965317}),
+    ],
+)
+def test_expected_accepted(rule: str, expected: dict[int, float]) -> None:
+    draws = 1 << 15
+    for steps, mean in expected.items():
+        model, keys = two_ids(steps), keys_of(draws, seed=steps)
+        stream = Stream.COUPLED if rule == "coupled" else Stream.DRAFT
+        draft = draw_chain(model, steps, keys, stream)
+        verdict = verify_reference(
+            target_rows(model, draft.tokens), draft, ones(draws), keys, rule=rule
+        )
+        accepted = verdict.num_accepted.double()
+        assert abs(accepted.mean() - mean) < 5 * accepted.std() / draws**0.5
+
+
+def test_coupled_matches_and_is_plain_sampling() -> None:
+    """Match probability exact; the text is the target's own Gumbel sample, draft or no draft."""
+    case = GOLDEN["markov1-V5-K3"]
+    model, steps, draws = Model(case), 3, 1 << 16
+    keys = keys_of(draws, seed=3)
+    draft = draw_chain(model, steps, keys, Stream.COUPLED)
+    verdict = verify_reference(
+        target_rows(model, draft.tokens), draft, ones(draws), keys, rule="coupled"
+    )
+    start = model.context(torch.zeros((1, 0), dtype=torch.int64))
+    match = oracles.coupled_match(
+        model.p.view(-1, 5)[start[0]].exp().numpy(), model.q.view(-1, 5)[start[0]].exp().numpy()
+    )
+    first = (verdict.num_accepted > 0).double().mean()
+    assert abs(first - match) < 5 * (match * (1 - match) / draws) ** 0.5
+    text = torch.zeros((draws, 0), dtype=torch.int64)
+    for i in range(steps + 1):
+        plain = saguaro_sample(
+            model.rows(model.p, text), ones(draws), keys, offset=i, stream=Stream.COUPLED,
+            impl="reference",
+        ).tokens  # fmt: skip
+        text = torch.cat((text, plain[:, None]), 1)
+    emitted = verdict.tokens >= 0
+    assert torch.equal(verdict.tokens[emitted], text[emitted])
+
+
+# -- filters and the scaled set ---------------------------------------------------------------------
+
+P_ROW = [0.05, 0.4, 0.1, 0.25, 0.15, 0.05]
+Q_ROW = [0.3, 0.3, 0.02, 0.18, 0.1, 0.1]
+
+
+def filtered_sampling(draws: int, name: str) -> Sampling:
+    top_k = torch.full((draws,), 2, dtype=torch.int32) if name == "top-k" else None
+    top_p = torch.full((draws,), 0.9) if name == "top-p" else None
+    min_p = torch.full((draws,), 0.3) if name == "min-p" else None
+    return Sampling(torch.full((draws,), 0.8), top_k, top_p, min_p)
+
+
+def iid_round(
+    rule: str, draws: int, sampling: Sampling, seed: int, **options: float
+) -> tuple[torch.Tensor, Draft, torch.Tensor, Keys]:
+    """(target logits, draft, tokens, keys) of a K = 2 round on P_ROW and Q_ROW."""
+    keys = keys_of(draws, seed)
+    draft_logits = logs(Q_ROW).expand(draws, 2, 6)
+    draft = draw_draft(
+        draft_logits, torch.full((draws,), 2, dtype=torch.int32), sampling, keys, **options
+    )
+    target = logs(P_ROW).expand(draws, 3, 6)
+    return target, draft, verify_reference(target, draft, sampling, keys, rule=rule).tokens, keys
+
+
+def iid_counts(tokens: torch.Tensor, law: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Histogram of the texts of an iid target, and their law."""
+    generator = torch.Generator().manual_seed(seed)
+    rest = torch.multinomial(torch.tensor(law), tokens.numel(), True, generator=generator)
+    text = torch.where(tokens < 0, rest.view(tokens.shape), tokens)
+    code = text @ (len(law) ** torch.arange(text.shape[1] - 1, -1, -1))
+    joint = law
+    for _ in range(text.shape[1] - 1):
+        joint = np.outer(joint, law).ravel()
+    return np.bincount(code.numpy(), minlength=len(joint)), joint
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+@pytest.mark.parametrize("name", ["top-k", "top-p", "min-p"])
+def test_filters_on_both_sides(name: str, rule: str) -> None:
+    sampling = filtered_sampling(DRAWS, name)
+    *_, tokens, _ = iid_round(rule, DRAWS, sampling, seed=4)
+    filters = {"top-k": {"top_k": 2}, "top-p": {"top_p": 0.9}, "min-p": {"min_p": 0.3}}[name]
+    law = oracles.row_law(logs(P_ROW).numpy(), 0.8, **filters)
+    assert oracles.follows(*iid_counts(tokens, law, 4))
+
+
+def test_unfiltered_q_is_caught() -> None:
+    """Fault 1: raw logits kept for q while filtered ones were sampled."""
+    sampling = filtered_sampling(DRAWS, "top-k")
+    target, draft, _, keys = iid_round("token", DRAWS, sampling, seed=4)
+    whole = (draft.logits / 0.8).log_softmax(-1).gather(2, draft.tokens[..., None])[..., 0]
+    wrong = dataclasses.replace(draft, cutoff=None, cutoff_id=None, logq=whole)
+    law = oracles.row_law(logs(P_ROW).numpy(), 0.8, top_k=2)
+    tokens = verify_reference(target, wrong, sampling, keys, rule="token").tokens
+    assert not oracles.follows(*iid_counts(tokens, law, 4))
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("scale", [0.4, 0.0])
+def test_scaled_drafts(rule: str, scale: float) -> None:
+    """The q of a downweighted draft is the scaled one; without the scaling the law is wrong."""
+    sampling = ones(DRAWS)
+    target, draft, tokens, keys = iid_round(
+        rule, DRAWS, sampling, seed=6, downweight=scale, scale_f=2
+    )
+    law = oracles.row_law(logs(P_ROW).numpy())
+    assert oracles.follows(*iid_counts(tokens, law, 6))
+    unscaled = draft.logits.log_softmax(-1).gather(2, draft.tokens[..., None])[..., 0]
+    wrong = dataclasses.replace(draft, downweight=None, logq=unscaled)
+    tokens = verify_reference(target, wrong, sampling, keys, rule=rule).tokens
+    assert not oracles.follows(*iid_counts(tokens, law, 6))
+
+
+# -- controls ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_extra_under_the_drafts_noise_is_caught(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault 2: one Gumbel vector for drafting and recovery."""
+    case = GOLDEN["markov2-V4-K2"]
+    model, keys = Model(case), keys_of(DRAWS, seed=1)
+    draft = draw_chain(model, 2, keys)
+    shared = types.SimpleNamespace(ACCEPT=Stream.ACCEPT, EXTRA=Stream.DRAFT, COUPLED=Stream.COUPLED)
+    monkeypatch.setattr(reference, "Stream", shared)
+    verdict = verify_reference(target_rows(model, draft.tokens), draft, ones(DRAWS), keys, rule=rule)
+    assert not oracles.follows(text_counts(model, verdict.tokens, 1), case["target_joint"])
+
+
+def test_one_hot_drafts_and_accept_if_argmax() -> None:
+    """Fault 8: a deterministic draft is kept with probability p(d), not iff it is the argmax."""
+    draws, keys = DRAWS, keys_of(DRAWS, seed=8)
+    token = torch.full((draws, 2), 3)
+    draft = Draft(token, torch.full((draws,), 2, dtype=torch.int32))
+    target, law = logs(P_ROW).expand(draws, 3, 6), np.array(P_ROW)
+    for rule in ("token", "block"):
+        verdict = verify_reference(target, draft, ones(draws), keys, rule=rule)
+        assert oracles.follows(*iid_counts(verdict.tokens, law, 8))
+        # Of a one-hot draft the first token is kept with probability p(d).
+        first = (verdict.tokens[:, 0] == 3).double().mean()
+        assert abs(first - 0.25) < 5 * (0.25 * 0.75 / draws) ** 0.5
+    refused = torch.full((draws, 2), 1.0)
+    never = verify_reference(target, draft, ones(draws), keys, rule="token", uniforms=refused)
+    assert not oracles.follows(*iid_counts(never.tokens, law, 8))
+
+
+def test_uncapped_last_ratio_is_caught() -> None:
+    """h_K from the product of all ratios, not capped on the way."""
+    steps, draws = 2, DRAWS
+    model, keys = two_ids(steps), keys_of(draws, seed=9)
+    draft = draw_chain(model, steps, keys)
+    target = target_rows(model, draft.tokens)
+    picked = target[:, :steps].log_softmax(-1).gather(2, draft.tokens[..., None])[..., 0]
+    uniforms = torch.rand((draws, steps), generator=torch.Generator().manual_seed(9))
+    uncapped = uniforms[:, -1].log() < (picked - draft.logq).sum(1)
+    wrong = uniforms.clone()
+    wrong[uncapped, -1] = 0.0
+    law = np.array([1 / 3, 2 / 3])
+    results = {}
+    for name, u in (("capped", uniforms), ("uncapped", wrong)):
+        verdict = verify_reference(target, draft, ones(draws), keys, rule="block", uniforms=u)
+        results[name] = oracles.follows(*iid_counts(verdict.tokens, law, 9))
+        mean = {"capped": 11 / 9, "uncapped": 12 / 9}[name]
+        assert abs(verdict.num_accepted.double().mean() - mean) < 0.02
+    assert results == {"capped": True, "uncapped": False}
+
+
+def test_position_keyed_uniforms_are_caught() -> None:
+    """With block, u of positions beyond k + 1 has shaped k: it may not be used again next round."""
+    control = next(
+        c for c in oracles.load_controls() if c["control"] == "accept abs" and c["rule"] == "block"
+    )
+    model = Model({**control, "kind": "markov2", "start": control["markov2_start"]})
+    steps, draws = control["K"], DRAWS
+    first, last = control["slice_first_last_token"]
+    length = 2 * (steps + 1)
+    generator = torch.Generator().manual_seed(10)
+    by_position = torch.rand((draws, length + steps), generator=generator)
+    fresh = torch.rand((draws, length, steps), generator=generator)
+    results = {}
+    for wrong in (False, True):
+        text = torch.zeros((draws, 0), dtype=torch.int64)
+        filled = torch.full((draws, length), -1)
+        done = torch.zeros(draws, dtype=torch.int64)
+        for turn in range(2):
+            u = by_position.gather(1, done[:, None] + torch.arange(steps))
+            u = u if wrong else fresh[:, turn]
+            verdict, k = _round(model, filled, done, u, turn)
+            position = done[:, None] + torch.arange(steps + 1)
+            inside = torch.arange(steps + 1) <= k[:, None]
+            rows = torch.arange(draws)[:, None].expand_as(position)
+            filled[rows[inside], position[inside]] = verdict[inside]
+            done += k + 1
+        text = filled[:, :last]
+        counts = text_counts(model, text, 10)
+        law = _text_law(model, last)
+        slices = (model.vocab,) * (first - 1) + (model.vocab ** (last - first + 1),)
+        results[wrong] = oracles.follows(
+            counts.reshape(slices).reshape(-1, slices[-1]).sum(0),
+            law.reshape(slices).reshape(-1, slices[-1]).sum(0),
+        )
+    assert results == {False: True, True: False}
+
+
+def _round(
+    model: Model, filled: torch.Tensor, done: torch.Tensor, uniforms: torch.Tensor, turn: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One block round after each row's own text: (tokens [N, K+1], k [N])."""
+    draws, steps = uniforms.shape
+    start = torch.tensor(model.start).expand(draws, 2)
+    text = torch.cat((start, filled), 1)
+    last = text.gather(1, done[:, None] + torch.arange(2))
+    keys = keys_of(draws, seed=20 + turn, base=turn)
+    tokens, rows, logq, target = last, [], [], []
+    for i in range(steps + 1):
+        context = tokens[:, -2] * model.vocab + tokens[:, -1]
+        target.append(model.p.view(-1, model.vocab)[context])
+        if i < steps:
+            rows.append(model.q.view(-1, model.vocab)[context])
+            sample = saguaro_sample(rows[-1], ones(draws), keys, offset=i, impl="reference")
+            logq.append(sample.logq)
+            tokens = torch.cat((tokens, sample.tokens[:, None]), 1)
+    draft = Draft(
+        tokens[:, 2:],
+        torch.full((draws,), steps, dtype=torch.int32),
+        torch.stack(rows, 1),
+        logq=torch.stack(logq, 1),
+        sampling=ones(draws),
+    )
+    verdict = verify_reference(
+        torch.stack(target, 1), draft, ones(draws), keys, rule="block", uniforms=uniforms
+    )
+    return verdict.tokens, verdict.num_accepted.long()
+
+
+def _text_law(model: Model, length: int) -> np.ndarray:
+    """Law of the first `length` tokens of a two-token Markov target."""
+    law = {tuple(model.start): 1.0}
+    table = model.p.exp().double().view(-1, model.vocab)
+    for _ in range(length):
+        law = {
+            (*text, x): mass * float(table[text[-2] * model.vocab + text[-1], x])
+            for text, mass in law.items()
+            for x in range(model.vocab)
+        }
+    return np.array([law[text] for text in sorted(law)])
+
+
+# -- large vocabularies -----------------------------------------------------------------------------
+
+
+def scattered(vocab: int, row: list[float]) -> tuple[torch.Tensor, list[int]]:
+    """Log-probabilities with the row's ids spread over the tiles, both ends included."""
+    inner = [1, vocab // 3, vocab // 2 + 1, vocab - 2]
+    ids = [0, *inner[: len(row) - 2], vocab - 1]
+    logits = torch.full((vocab,), -torch.inf)
+    logits[torch.tensor(ids)] = logs(row)
+    return logits, ids
+
+
+@pytest.mark.parametrize(
+    "vocab, draws, rules",
+    [(4096, 1 << 14, ("token", "block")), (128256, 1 << 10, ("token",))],
+    ids=["V4096", "V128256"],
+)
+def test_live_ids_scattered_over_tiles(vocab: int, draws: int, rules: tuple[str, ...]) -> None:
+    p, ids = scattered(vocab, P_ROW)
+    q, _ = scattered(vocab, Q_ROW)
+    place = torch.zeros(vocab, dtype=torch.int64) - 1
+    place[torch.tensor(ids)] = torch.arange(6)
+    for rule in rules:
+        texts = []
+        for chunk in range(0, draws, 1 << 10):
+            keys = Keys(torch.arange(chunk, chunk + 1024), torch.full((1024,), 3))
+            draft = torch.multinomial(
+                logs(Q_ROW).exp(), 2048, True, generator=torch.Generator().manual_seed(chunk)
+            ).view(1024, 2)
+            logq = logs(Q_ROW)[draft]
+            tokens = torch.tensor(ids)[draft]
+            case = Draft(
+                tokens,
+                torch.full((1024,), 2, dtype=torch.int32),
+                q.expand(1024, 2, vocab),
+                logq=logq,
+                sampling=ones(1024),
+            )
+            verdict = verify_reference(p.expand(1024, 3, vocab), case, ones(1024), keys, rule=rule)
+            texts.append(torch.where(verdict.tokens < 0, -1, place[verdict.tokens.clamp(min=0)]))
+            assert (texts[-1][verdict.tokens >= 0] >= 0).all()
+        assert oracles.follows(*iid_counts(torch.cat(texts), np.array(P_ROW), 12))
+
+
+def test_tail_of_rare_ids() -> None:
+    """4,096 ids of total mass .01 beside the live ones: a coarse uniform or log(1 - x) misses them."""
+    tail, draws = 4096, 1 << 14
+    p = torch.cat((0.99 * logs(P_ROW).exp(), torch.full((tail,), 0.01 / tail))).log()
+    q = torch.cat((0.998 * logs(Q_ROW).exp(), torch.full((tail,), 0.002 / tail))).log()
+    counts, upper = np.zeros(7), 0
+    for chunk in range(0, draws, 1 << 11):
+        keys = Keys(torch.arange(chunk, chunk + 2048), torch.full((2048,), 3))
+        num_draft = torch.ones(2048, dtype=torch.int32)
+        draft = draw_draft(q.expand(2048, 1, -1), num_draft, ones(2048), keys)
+        verdict = verify_reference(p.expand(2048, 2, -1), draft, ones(2048), keys, rule="token")
+        first = verdict.tokens[:, 0]
+        counts += np.bincount(first.clamp(max=6).numpy(), minlength=7)
+        upper += int((first >= 6 + tail // 2).sum())
+    assert oracles.follows(counts, np.append(0.99 * np.array(P_ROW), 0.01))
+    assert abs(upper / counts[6] - 0.5) < 5 * 0.5 / counts[6] ** 0.5
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_equal_rows_refused_all_the_same(rule: str) -> None:
+    """p == q and an injected u that refuses: no residual is left, the extra token follows p."""
+    draws = 1 << 15
+    keys = keys_of(draws, seed=13)
+    draft = draw_draft(
+        logs(P_ROW).expand(draws, 1, 6), torch.ones(draws, dtype=torch.int32), ones(draws), keys
+    )
+    target = logs(P_ROW).expand(draws, 2, 6)
+    verdict = verify_reference(
+        target, draft, ones(draws), keys, rule=rule, uniforms=torch.full((draws, 1), 1.0)
+    )
+    # a = 1 cannot be refused by the block rule, to rounding.
+    refused = verdict.num_accepted == 0
+    assert refused.all() if rule == "token" else True
+    assert (verdict.status == 0).all() and (verdict.tokens[:, 0] >= 0).all()
+    if refused.sum() > 1000:
+        counts = np.bincount(verdict.tokens[refused, 0].numpy(), minlength=6)
+        assert oracles.follows(counts, np.array(P_ROW))
