@@ -160,19 +160,19 @@ def _part_of(mass, p):
 
 @triton.jit
 def _narrow_mass(
-    hist, weights_low, weights_high, above, inside_low, inside_high, goal_low, goal_high,
-    lows, highs, BINS: tl.constexpr,
+    hist, weights_low, weights_high, above, inside, goal_low, goal_high, lows, highs,
+    BINS: tl.constexpr,
 ):  # fmt: skip
     """The bracket of the id that reaches the goal, the size of it, and bounds of the mass above it.
 
-    Masses known only between bounds (goal, inside, a bin's) widen the bracket, never shift it.
+    What is known only between bounds (the goal, a bin's mass) widens the bracket, never shifts it.
     """
     count = hist.to(tl.int64)
     mass_low, mass_high = count * weights_low, count * weights_high
     to_low, to_high = tl.cumsum(mass_low, axis=0), tl.cumsum(mass_high, axis=0)
     rest_low, rest_high = tl.sum(mass_low, axis=0) - to_low, tl.sum(mass_high, axis=0) - to_high
-    reached_low = above + tl.maximum(to_low, inside_low - rest_high)
-    reached_high = above + tl.minimum(to_high, inside_high - rest_low)
+    reached_low = above + tl.maximum(to_low, inside - rest_high)
+    reached_high = above + tl.minimum(to_high, inside - rest_low)
     first = tl.minimum(tl.sum((reached_high < goal_low).to(tl.int32), axis=0), BINS - 1)
     last = tl.minimum(tl.sum((reached_low < goal_high).to(tl.int32), axis=0), BINS - 1)
     last = tl.maximum(first, last)
@@ -254,22 +254,20 @@ def _row_cutoff_kernel(
 
 
 @triton.jit
-def _find_cutoff(
-    row_ptr, bias_row_ptr, vocab, reciprocal, k, p, by_k, by_p, min_p, temperature,
-    HAS_K: tl.constexpr, HAS_P: tl.constexpr, GRAIN: tl.constexpr, BLOCK: tl.constexpr,
+def _first_pass(
+    row_ptr, bias_row_ptr, vocab, reciprocal, k, p, by_k, GRAIN: tl.constexpr, BLOCK: tl.constexpr,
     LOG_BINS: tl.constexpr,
 ):  # fmt: skip
-    """The last kept (logit, id) of a row under its filters."""
-    BINS: tl.constexpr = 1 << LOG_BINS
-    full = vocab // BLOCK * BLOCK
-    j = tl.arange(0, BINS)
+    """The maximum, and the brackets of k and of p, from a histogram in steps of 1/4.
 
-    # First pass: the maximum, and a histogram in steps of 1/4 from 16 above the first tile's.
-    near = tl.max(
-        _clean(_load_tile(row_ptr, bias_row_ptr, tl.arange(0, BLOCK), vocab, True)), axis=0
-    )
+    It starts 16 above the maximum of the first tile and ends 48 below; the last bin is open.
+    """
+    BINS: tl.constexpr = 1 << LOG_BINS
+    first_ids = tl.arange(0, BLOCK)
+    near = tl.max(_clean(_load_tile(row_ptr, bias_row_ptr, first_ids, vocab, True)), axis=0)
     zenith = _finite_or_zero(near) + BINS // 16
     top, hist = float("-inf"), tl.zeros([BINS], tl.int32)
+    full = vocab // BLOCK * BLOCK
     for start in range(0, full, BLOCK):
         top, hist = _first_tile(
             top, hist, row_ptr, bias_row_ptr, start, vocab, zenith, False, BLOCK, LOG_BINS
@@ -281,60 +279,93 @@ def _find_cutoff(
     top = tl.maximum(top, _LOWEST)
     # The rounding of zenith - z may move a logit by less than `slack`.
     slack = 0.03125 + tl.abs(zenith) * 1e-6
+    j = tl.arange(0, BINS)
     z_high = tl.where(j == 0, top, tl.minimum(zenith - j * 0.25 + slack, top))
     z_low = tl.where(j == BINS - 1, _NEG_INF, tl.minimum(zenith - (j + 1) * 0.25 - slack, top))
-    weights_low, weights_high = _weight(z_low, top, reciprocal), _weight(z_high, top, reciprocal)
     lows, highs = _order_bits(z_low) >> GRAIN, _order_bits(z_high) >> GRAIN
-    one = _weight(top, top, reciprocal)
-    zero = tl.full([], 0, tl.int32)
-    low_k, high_k, need_k, size_k = zero, zero, zero, zero
-    low_p, high_p, need_p, size_p = zero, zero, zero, zero
-    done_k, done_p = by_k == 0, by_p == 0
-    count = hist.to(tl.int64)
-    goal_low = tl.maximum(tl.sum(count * weights_low, axis=0), one)
-    goal_high = tl.sum(count * weights_high, axis=0)
-    inside_low, inside_high = goal_low, goal_high
-    if HAS_K:
-        if by_k:
-            total = tl.cumsum(hist, axis=0)
-            j_k = tl.sum((total < k).to(tl.int32), axis=0)
-            low_k, high_k = _at(lows, j_k, BINS), _at(highs, j_k, BINS)
-            need_k = k - (_at(total, j_k, BINS) - _at(hist, j_k, BINS))
-            goal_low, goal_high = _mass_of_k(
-                hist, weights_low, weights_high, one * 0, j_k, need_k, BINS
-            )
-            goal_low = tl.maximum(goal_low, one)
-    if HAS_P:
-        low_p, high_p, size_p, _, _ = _narrow_mass(
-            hist, weights_low, weights_high, one * 0, inside_low, inside_high,
-            _part_of(goal_low, p), _part_of(goal_high, p), lows, highs, BINS,
-        )  # fmt: skip
+    total = tl.cumsum(hist, axis=0)
+    j_k = tl.minimum(tl.sum((total < k).to(tl.int32), axis=0), BINS - 1)
+    # Of p: a bin is where p of the mass is reached only if it may be, and was not for sure before.
+    count = tl.where(by_k, tl.maximum(tl.minimum(hist, k - (total - hist)), 0), hist)
+    mass_low = count * tl.exp((z_low - top) * reciprocal)
+    mass_high = count * tl.exp((z_high - top) * reciprocal)
+    to_low, to_high = tl.cumsum(mass_low, axis=0), tl.cumsum(mass_high, axis=0)
+    rest_low, rest_high = tl.sum(mass_low, axis=0) - to_low, tl.sum(mass_high, axis=0) - to_high
+    rounding = 1e-4 * (tl.sum(mass_high, axis=0) + 1.0)
+    may = (1.0 - p) * to_high + rounding >= p * rest_low
+    must = (1.0 - p) * to_low >= p * rest_high + rounding
+    first = tl.sum((may == 0).to(tl.int32), axis=0)
+    last = tl.minimum(tl.sum((must == 0).to(tl.int32), axis=0), BINS - 1)
+    last = tl.maximum(first, last)
+    return (
+        top, _at(lows, j_k, BINS), _at(highs, j_k, BINS), _at(lows, last, BINS),
+        _at(highs, first, BINS),
+    )  # fmt: skip
 
-    # Later passes: the brackets in order bits, until both are one value.
+
+@triton.jit
+def _later_pass(
+    row_ptr, bias_row_ptr, vocab, low_k, high_k, low_p, high_p, top, reciprocal,
+    HAS_K: tl.constexpr, HAS_P: tl.constexpr, GRAIN: tl.constexpr, BLOCK: tl.constexpr,
+    LOG_BINS: tl.constexpr,
+):  # fmt: skip
+    """Counts and masses of _count_tile over the row, in bins of the two brackets."""
+    zero, none = tl.full([], 0, tl.int32), tl.full([], 0, tl.int64)
+    empty = tl.zeros([1 << LOG_BINS], tl.int32)
+    counts, masses = (empty, empty, zero), (none, none, none, none)
+    bracket_k = (low_k, high_k, _bin_shift(low_k, high_k, LOG_BINS))
+    bracket_p = (low_p, high_p, _bin_shift(low_p, high_p, LOG_BINS))
+    full = vocab // BLOCK * BLOCK
+    for start in range(0, full, BLOCK):
+        counts, masses = _count_tile(
+            counts, masses, row_ptr, bias_row_ptr, start, vocab, bracket_k, bracket_p, top,
+            reciprocal, HAS_K, HAS_P, GRAIN, False, BLOCK, LOG_BINS,
+        )  # fmt: skip
+    if full < vocab:
+        counts, masses = _count_tile(
+            counts, masses, row_ptr, bias_row_ptr, full, vocab, bracket_k, bracket_p, top,
+            reciprocal, HAS_K, HAS_P, GRAIN, True, BLOCK, LOG_BINS,
+        )  # fmt: skip
+    return counts, masses
+
+
+@triton.jit
+def _bins_of(low, high, top, reciprocal, GRAIN: tl.constexpr, LOG_BINS: tl.constexpr):
+    """Lowest and highest order of every bin of a bracket, and their weights."""
+    lows, highs = _bin_orders(low, high, _bin_shift(low, high, LOG_BINS), 1 << LOG_BINS)
+    weights_low = _weight_of(lows, top, reciprocal, GRAIN)
+    return lows, highs, weights_low, _weight_of(highs, top, reciprocal, GRAIN)
+
+
+@triton.jit
+def _find_cutoff(
+    row_ptr, bias_row_ptr, vocab, reciprocal, k, p, by_k, by_p, min_p, temperature,
+    HAS_K: tl.constexpr, HAS_P: tl.constexpr, GRAIN: tl.constexpr, BLOCK: tl.constexpr,
+    LOG_BINS: tl.constexpr,
+):  # fmt: skip
+    """The last kept (logit, id) of a row under its filters."""
+    BINS: tl.constexpr = 1 << LOG_BINS
+    top, low_k, high_k, low_p, high_p = _first_pass(
+        row_ptr, bias_row_ptr, vocab, reciprocal, k, p, by_k, GRAIN, BLOCK, LOG_BINS
+    )
+    # What is known of the last kept id: its order, how many of its ties are kept, how many exist.
+    zero = tl.full([], 0, tl.int32)
+    need_k, size_k, need_p, size_p = zero, zero, zero, zero
+    done_k, done_p = by_k == 0, by_p == 0
     passes = 0
     while ((done_k & done_p) == 0) & (passes < 16):
-        shift_k, shift_p = _bin_shift(low_k, high_k, LOG_BINS), _bin_shift(low_p, high_p, LOG_BINS)
-        bracket_k, bracket_p = (low_k, high_k, shift_k), (low_p, high_p, shift_p)
-        counts = (tl.zeros([BINS], tl.int32), tl.zeros([BINS], tl.int32), zero)
-        masses = (one * 0, one * 0, one * 0, one * 0)
-        for start in range(0, full, BLOCK):
-            counts, masses = _count_tile(
-                counts, masses, row_ptr, bias_row_ptr, start, vocab, bracket_k, bracket_p, top,
-                reciprocal, HAS_K, HAS_P, GRAIN, False, BLOCK, LOG_BINS,
-            )  # fmt: skip
-        if full < vocab:
-            counts, masses = _count_tile(
-                counts, masses, row_ptr, bias_row_ptr, full, vocab, bracket_k, bracket_p, top,
-                reciprocal, HAS_K, HAS_P, GRAIN, True, BLOCK, LOG_BINS,
-            )  # fmt: skip
+        counts, masses = _later_pass(
+            row_ptr, bias_row_ptr, vocab, low_k, high_k, low_p, high_p, top, reciprocal,
+            HAS_K, HAS_P, GRAIN, BLOCK, LOG_BINS,
+        )  # fmt: skip
         hist_k, hist_p, above_k = counts
         mass, mass_above_k, mass_above, mass_below = masses
         goal_low, goal_high = mass, mass
         if HAS_K:
             if by_k:
-                lows, highs = _bin_orders(low_k, high_k, shift_k, BINS)
-                weights_low = _weight_of(lows, top, reciprocal, GRAIN)
-                weights_high = _weight_of(highs, top, reciprocal, GRAIN)
+                lows, highs, weights_low, weights_high = _bins_of(
+                    low_k, high_k, top, reciprocal, GRAIN, LOG_BINS
+                )
                 low_k, high_k, j_k, need_k, size_k, whole = _narrow_count(
                     hist_k, above_k, k, lows, highs, BINS
                 )
@@ -345,14 +376,13 @@ def _find_cutoff(
                 need_k = tl.where(whole, 0, need_k)
                 done_k = low_k == high_k
         if HAS_P:
-            if by_p:
-                lows, highs = _bin_orders(low_p, high_p, shift_p, BINS)
-                weights_low = _weight_of(lows, top, reciprocal, GRAIN)
-                weights_high = _weight_of(highs, top, reciprocal, GRAIN)
+            if done_p == 0:
+                lows, highs, weights_low, weights_high = _bins_of(
+                    low_p, high_p, top, reciprocal, GRAIN, LOG_BINS
+                )
                 goal_low, goal_high = _part_of(goal_low, p), _part_of(goal_high, p)
-                inside = mass - mass_above - mass_below
                 low_p, high_p, size_p, before_low, before_high = _narrow_mass(
-                    hist_p, weights_low, weights_high, mass_above, inside, inside,
+                    hist_p, weights_low, weights_high, mass_above, mass - mass_above - mass_below,
                     goal_low, goal_high, lows, highs, BINS,
                 )  # fmt: skip
                 each = tl.maximum(_weight_of(high_p, top, reciprocal, GRAIN), 1)
