@@ -25,12 +25,19 @@ def _engine(p: torch.Tensor, q: torch.Tensor, **options: object):
     return scripts.engine(scripts.model(p, ROWS), scripts.model(q, ROWS), **(batch | options))
 
 
-CHOICES = [("probability", "uniform"), ("noise", "uniform"), ("noise", "best")]
+CASES = [
+    ("toy-2-of-3", "token", "probability", "uniform"),
+    ("toy-2-of-3", "block", "noise", "uniform"),
+    ("markov2-V4-K2", "token", "noise", "best"),
+    ("markov2-V4-K2", "block", "probability", "best"),
+    ("markov2-V4-K2", "block", "noise", "best"),
+    ("markov2-V4-K2", "coupled", "coupled", "best"),
+    ("zeros-and-equal-rows", "token", "noise", "uniform"),
+    ("zeros-and-equal-rows", "block", "noise", "best"),
+]
 
 
-@pytest.mark.parametrize(("ranking", "allocation"), CHOICES, ids="-".join)
-@pytest.mark.parametrize("rule", ["token", "block"])
-@pytest.mark.parametrize("name", ["toy-2-of-3", "markov2-V4-K2", "zeros-and-equal-rows"])
+@pytest.mark.parametrize(("name", "rule", "ranking", "allocation"), CASES)
 def test_first_tokens_follow_the_golden_law(
     name: str, rule: str, ranking: str, allocation: str
 ) -> None:
@@ -38,8 +45,9 @@ def test_first_tokens_follow_the_golden_law(
     p, q = (scripts.law_of_two(case[law], case["V"]) for law in "pq")
     options = {"rule": rule, "ranking": ranking, "allocation": allocation}
     with _engine(p, q, k=case["K"], branches=2, **options) as engine:
-        tokens = scripts.texts(engine, case["start"], 3000, case["L"])
-        assert engine.stats()["misses"] > 100
+        tokens = scripts.texts(engine, case["start"], 2500, case["L"])
+        stats = engine.stats()
+    assert min(stats["hits"], stats["misses"]) > 20
     counts = scripts.joint(tokens, case["V"])
     assert oracles.follows(counts, np.array(case["target_joint"]))
 
@@ -48,7 +56,7 @@ def test_first_tokens_follow_the_golden_law_across_processes(no_leaks: None) -> 
     case = GOLDEN["markov2-V4-K2"]
     p, q = (scripts.law_of_two(case[law], case["V"]) for law in "pq")
     with _engine(p, q, k=case["K"], branches=2, lane="process") as engine:
-        tokens = scripts.texts(engine, case["start"], 3000, case["L"])
+        tokens = scripts.texts(engine, case["start"], 2500, case["L"])
         assert engine.stats()["hits"] > 100
     counts = scripts.joint(tokens, case["V"])
     assert oracles.follows(counts, np.array(case["target_joint"]))
@@ -64,7 +72,7 @@ def test_next_round_has_the_law_given_hit_and_given_miss(rule: str, fallback: st
     options = {"rule": rule, "fallback": fallback, "ranking": "noise", "reproducible": False}
     next_tokens: dict[tuple[int, int, str], Counter[int]] = defaultdict(Counter)
     with _engine(p, q, k=3, branches=3, **options) as engine:
-        params = [scripts.sampled(seed, 40) for seed in range(400)]
+        params = [scripts.sampled(seed, 40) for seed in range(300)]
         for output in engine.generate([[0, 1]] * len(params), params):
             text = [0, 1, *output.token_ids]
             for its in output.rounds[1:]:
@@ -114,27 +122,28 @@ class _DropsUnlikely(Speculator):
 
 
 CONTROLS = {
-    "extra=draft": _ExtraIsDraft,
-    "K from EXTRA": _LengthFromExtra,
-    "drop low-conf": _DropsUnlikely,
+    "extra=draft": (_ExtraIsDraft, 8000),
+    "K from EXTRA": (_LengthFromExtra, 1500),
+    "drop low-conf": (_DropsUnlikely, 1500),
 }
+"""The wrong variant, and draws that tell it from the right one at 1e-3 on the model made for it."""
 
 
 @pytest.mark.parametrize("name", CONTROLS)
 @pytest.mark.parametrize("wrong", [True, False], ids=["wrong", "right"])
 def test_wrong_variants_are_caught(name: str, wrong: bool) -> None:
-    """On these models 10^4 draws tell the wrong variant from the right one at 1e-3."""
     control = next(
         its for its in oracles.load_controls() if its["control"] == name and its["rule"] == "token"
     )
     vocab, k = control["V"], control["K"]
     p, q = (scripts.law_of_two(control[law], vocab) for law in "pq")
-    with _engine(p, q, k=k, branches=4) as engine:
+    variant, draws = CONTROLS[name]
+    with _engine(p, q, k=k, method="sd") as engine:
         if wrong:
             drafter = engine.lane.speculator
-            drafter.__class__ = CONTROLS[name]
-            drafter.__dict__.pop("stream") if name == "extra=draft" else None
-        tokens = scripts.texts(engine, control["markov2_start"], 10_000 if wrong else 4_000, 1 + k)
+            drafter.__class__ = variant
+            vars(drafter).pop("stream" if "stream" in vars(variant) else "", None)
+        tokens = scripts.texts(engine, control["markov2_start"], draws, 1 + k)
     # The first round has no draft; the law of the round after it is that of tokens 1..k given
     # token 0.
     law = _joint_law(p, control["markov2_start"], 1 + k)
