@@ -12,6 +12,8 @@ Source: prompt lookup decoding (Saxena, 2023); Ziv and Lempel, 1977.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -160,7 +162,7 @@ def ngram_propose(
     return tokens, count
 
 
-def compile_cases() -> list[tuple[str, object, dict[str, str], dict[str, object], int]]:
+def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
     """(name, kernel, signature, constexprs, num_warps)."""
     signature = {"history_ptr": "*i64", "length_ptr": "*i32", "tokens_ptr": "*i64"}
     signature |= {"count_ptr": "*i32"}

@@ -13,6 +13,8 @@ every source of a later step (trunk_len + draft_len + 1 + s'*M + i, as M >= 1).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -46,9 +48,7 @@ def promote_branch_reference(
     kv_pages[..., target_page, target % page_size, :, :] = moved
 
 
-@triton.jit(
-    do_not_specialize=["draft_len", "branches", "page_size", "table_stride_b", "chunks"]
-)
+@triton.jit(do_not_specialize=["draft_len", "branches", "page_size", "table_stride_b", "chunks"])
 def _promote_branch_kernel(
     kv_ptr,  # [planes, P, page, Hkv * D]
     table_ptr,  # [B, pages] int32
@@ -195,10 +195,10 @@ def _promote_branch(
     )  # fmt: skip
 
 
-def compile_cases() -> list[tuple[str, object, dict[str, str], dict[str, object], int]]:
+def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
     """(name, kernel, signature, constexprs, num_warps) for bfloat16 and float32 pages."""
-    integers = ("plane_stride", "page_stride", "slot_stride", "table_stride_b", "draft_len")
-    integers += ("branches", "page_size", "chunks")
+    strides = ("plane_stride", "page_stride", "slot_stride", "table_stride_b")
+    integers = (*strides, "draft_len", "branches", "page_size", "chunks")
     pointers = ("table_ptr", "trunk_ptr", "depth_ptr", "branch_ptr")
     return [
         (

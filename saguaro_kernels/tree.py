@@ -12,6 +12,7 @@ neighbouring slots. All lengths are read on the device: one launch serves every 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -253,7 +254,8 @@ def chain_layout(
 
 def _empty_layout(tokens: torch.Tensor, steps: int, depth: torch.Tensor) -> Layout:
     ids = torch.empty_like(tokens, memory_format=torch.contiguous_format)
-    return Layout(ids, *(tokens.new_empty((steps, *tokens.shape)) for _ in range(3)), depth)
+    positions, slots, physical = (tokens.new_empty((steps, *tokens.shape)) for _ in range(3))
+    return Layout(ids, positions, slots, physical, depth)
 
 
 def _check(
@@ -310,7 +312,7 @@ def _copy(result: Layout, out: Layout) -> None:
         getattr(out, name).copy_(getattr(result, name))
 
 
-def compile_cases() -> list[tuple[str, object, dict[str, str], dict[str, object], int]]:
+def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
     """(name, kernel, signature, constexprs, num_warps) of a tree's and of a chain's layout."""
     pointers = {
         **dict.fromkeys(("tokens_ptr", "ids_ptr", "positions_ptr", "slots_ptr"), "*i64"),

@@ -96,11 +96,10 @@ class SpeculationCache:
         """
         self._check(uid, base, accepted, extra, generation)
         check_tensor("slot", slot, uid.shape, _INTEGERS, uid.device)
-        on_host = isinstance(generation, int)
         torch.ops.saguaro.cache_insert(
             self.buckets, self.key_rows, self.dropped,
             *(value.contiguous() for value in (uid, base, accepted, extra, slot)),
-            None if on_host else generation.contiguous(), generation if on_host else 0,
+            *_split_generation(generation),
             self.max_probes, resolve_impl(impl, self.buckets.device),
         )  # fmt: skip
 
@@ -127,11 +126,10 @@ class SpeculationCache:
             torch.empty(batch, dtype=torch.int32, device=uid.device),
             torch.empty(batch, width, dtype=torch.int64, device=uid.device),
         )
-        on_host = isinstance(generation, int)
         torch.ops.saguaro.cache_lookup(
             self.buckets, self.key_rows, self.tokens,
             *(value.contiguous() for value in (uid, base, accepted, extra)),
-            None if on_host else generation.contiguous(), generation if on_host else 0,
+            *_split_generation(generation),
             self.max_probes, resolve_impl(impl, self.buckets.device),
             out.hit, out.slot, out.tokens,
         )  # fmt: skip
@@ -146,3 +144,9 @@ class SpeculationCache:
         if isinstance(generation, torch.Tensor):
             size = (1,) if generation.numel() == 1 else uid.shape
             check_tensor("generation", generation, size, torch.int64, device)
+
+
+def _split_generation(generation: torch.Tensor | int) -> tuple[torch.Tensor | None, int]:
+    if isinstance(generation, torch.Tensor):
+        return generation.contiguous(), 0
+    return None, generation

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -191,7 +193,7 @@ def _cache_lookup(
             )  # fmt: skip
 
 
-def compile_cases() -> list[tuple[str, object, dict[str, str], dict[str, object], int]]:
+def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
     """(name, kernel, signature, constexprs, num_warps) of insert and lookup."""
     wide = ("buckets_ptr", "key_rows_ptr", "uid_ptr", "base_ptr", "extra_ptr", "generation")
     common = {**dict.fromkeys(wide, "*i64"), "accepted_ptr": "*i32", "slot_ptr": "*i32"}

@@ -111,6 +111,6 @@ def lookup_reference(
         left = left[live & ~same]
         if not left.size:
             break
-    slot = torch.from_numpy(found).to(buckets.device)
-    hit = slot >= 0
-    return Lookup(hit, slot, torch.where(hit[:, None], tokens[slot.clamp(min=0)], PAD))
+    where = torch.from_numpy(found).to(buckets.device)
+    hit = where >= 0
+    return Lookup(hit, where, torch.where(hit[:, None], tokens[where.clamp(min=0)], PAD))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -114,7 +115,7 @@ def _predict_outcomes_launch(
         )
 
 
-def compile_cases() -> list[tuple[str, object, dict[str, str], dict[str, object], int]]:
+def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
     """(name, kernel, signature, constexprs, num_warps) of both phases, and of the fan-out."""
     scan = {
         "logits_ptr": "*bf16",
@@ -135,10 +136,14 @@ def compile_cases() -> list[tuple[str, object, dict[str, str], dict[str, object]
     select |= {"fan_out_ptr": "*i32", "accept_ptr": "*fp32", "depth_ptr": "*i32"}
     select |= {"tokens_ptr": "*i64", "score_ptr": "*fp32"}
     select |= dict.fromkeys(("drafts", "splits", "branches", "fan_out_stride"), "i32")
-    cases: list[tuple[str, object, dict[str, str], dict[str, object], int]] = []
+    cases: list[tuple[str, Any, dict[str, str], dict[str, Any], int]] = []
     for ranking in ("probability", "auto"):
-        flags = {"RANKING": RANKINGS.index(ranking), "HAS_BIAS": False, "HAS_CUTOFF": False}
-        sizes = {"COLDEST": COLDEST, "UNIT": 16, "F": 32, "BLOCK_V": 2048}
+        flags: dict[str, Any] = {
+            "RANKING": RANKINGS.index(ranking),
+            "HAS_BIAS": False,
+            "HAS_CUTOFF": False,
+        }
+        sizes: dict[str, Any] = {"COLDEST": COLDEST, "UNIT": 16, "F": 32, "BLOCK_V": 2048}
         name = f"predict_outcomes_scan-{ranking}-bf16"
         cases.append((name, _predict_outcomes_scan_kernel, scan, flags | sizes, 4))
     for allocation, code in (("uniform", _UNIFORM), ("best", _BEST)):

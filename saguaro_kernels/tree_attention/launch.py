@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -147,10 +148,10 @@ def _tree_attention_launch(
             )
 
 
-def compile_cases() -> list[tuple[str, object, dict[str, str], dict[str, object], int]]:
+def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
     """(name, kernel, signature, constexprs, num_warps): a decode, a tree and a wide tree tile."""
     types = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-    cases: list[tuple[str, object, dict[str, str], dict[str, object], int]] = []
+    cases: list[tuple[str, Any, dict[str, str], dict[str, Any], int]] = []
     for name, branches, group, head_dim, dtype, tree, split, extra in (
         ("verify-G3-D64", 5, 3, 64, torch.bfloat16, False, False, False),
         ("tree-M20-G3-D64", 20, 3, 64, torch.bfloat16, True, True, False),
@@ -184,7 +185,7 @@ def compile_cases() -> list[tuple[str, object, dict[str, str], dict[str, object]
         )
         signature |= dict.fromkeys((*strides, *integers), "i32")
         signature |= {"scale_log2": "fp32", "softcap_log2": "fp32"}
-        constexprs: dict[str, object] = {
+        constexprs: dict[str, Any] = {
             "GROUP": group,
             "PAGE": 16,
             "HEAD_DIM": head_dim,

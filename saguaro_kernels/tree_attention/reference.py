@@ -99,9 +99,8 @@ def attention_plan(
             anyone = seen.any(0)
             slots = slots[anyone]
             row = table[request, slots // page_size] * page_size + slots % page_size
-            neighbours = bool((np.diff(row) == 1).all())
-            rows = slice(int(row[0]), int(row[0]) + len(row)) if neighbours else None
-            if rows is None:
+            rows: slice | torch.Tensor = slice(int(row[0]), int(row[0]) + len(row))
+            if (np.diff(row) != 1).any():
                 rows = torch.from_numpy(row).to(depth.device)
             stored = width * end <= _STORED_MASK
             mask = plan.additive(seen[:, anyone]) if stored else None
