@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from . import outside
 from .inputs import (
     attention_inputs,
@@ -34,6 +32,7 @@ from .inputs import (
 from .registry import Case, Shape, register
 
 V = 128256
+EQUALITY = "tests/bench/test_registry.py::test_ours_equals_the_torch_provider"
 
 
 def _ours(make: Any, *arguments: str) -> dict[str, Any]:
@@ -44,7 +43,7 @@ register(
     Case(
         name="row_stats",
         summary="max, argmax, log-normaliser and cutoff of each row",
-        gate="tests/kernels/test_distribution.py",
+        gate=f"{EQUALITY}[row_stats]",
         shapes=(
             {"R": 8, "V": V, "T": 1.0},
             {"R": 8, "V": V, "T": 0.7},
@@ -61,7 +60,7 @@ register(
     Case(
         name="saguaro_sample",
         summary="one token per row, its log q, the top-F ids",
-        gate="tests/kernels/test_sampling.py",
+        gate=f"{EQUALITY}[saguaro_sample]",
         shapes=(
             {"R": 8, "V": V, "T": 1.0, "F": 8},
             {"R": 24, "V": V, "T": 1.0, "F": 32},
@@ -84,7 +83,7 @@ def _verify_case(rule: str, rows: Any, *, launches: int, limit: float, **extra: 
         Case(
             name=f"verify.{rule}",
             summary=f"accepted drafts and the extra token, {rule}",
-            gate="tests/kernels/test_verification.py",
+            gate=f"{EQUALITY}[verify.{rule}]",
             shapes=tuple(
                 {"B": B, "K": 7, "V": V, "T": T, "rule": law, **extra}
                 for B in (1, 8)
@@ -112,7 +111,7 @@ register(
     Case(
         name="predict_outcomes",
         summary="the M most promising (k, extra) of each request",
-        gate="tests/kernels/test_outcomes.py",
+        gate="tests/kernels/test_outcomes.py::test_rankings_and_allocations",
         shapes=(
             {"B": 1, "K": 7, "V": V, "M": 24, "T": 1.0},
             {"B": 8, "K": 7, "V": V, "M": 24, "T": 1.0},
@@ -135,7 +134,7 @@ register(
     Case(
         name="tree_attention",
         summary="one query per branch over the shared trunk and its own keys",
-        gate="tests/kernels/test_tree_attention.py",
+        gate="tests/kernels/test_tree_attention.py::test_every_draft_length_and_step",
         shapes=(
             {"B": 1, "M": 24, "K": 7, "L": 1024, "Hq": 32, "Hkv": 8, "D": 64},
             {"B": 1, "M": 24, "K": 7, "L": 8192, "Hq": 32, "Hkv": 8, "D": 64},
@@ -147,15 +146,13 @@ register(
         # Partial results of a split trunk are extra traffic, paid to fill the GPU at small batches.
         limit=1.5,
         flops=lambda s: 4.0 * s["B"] * s["M"] * s["Hq"] * s["D"] * (s["L"] + s["K"] + 1),
-        # The interpreter multiplies bfloat16 matrices as if their bits were integers.
-        dtype=torch.float16,
     )
 )
 register(
     Case(
         name="promote_branch",
         summary="the hit branch's keys and values, copied into the trunk",
-        gate="tests/kernels/test_promotion.py",
+        gate="tests/kernels/test_promotion.py::test_hits_move_and_nothing_else",
         shapes=(
             {"B": 1, "M": 24, "K": 7, "layers": 16, "Hkv": 8, "D": 64},
             {"B": 8, "M": 24, "K": 7, "layers": 16, "Hkv": 8, "D": 64},
@@ -172,7 +169,7 @@ register(
     Case(
         name="cache_lookup",
         summary="is the outcome prepared? its slot and its chain",
-        gate="tests/kernels/test_cache.py",
+        gate="tests/kernels/test_cache.py::test_random_keys_against_a_dict",
         shapes=({"B": 32, "M": 24, "K": 7}, {"B": 1, "M": 24, "K": 7}),
         inputs=cache_inputs,
         providers=_ours(lookup_op),
@@ -186,7 +183,7 @@ register(
     Case(
         name="cache_insert",
         summary="the prepared chains of a round, into the table",
-        gate="tests/kernels/test_cache.py",
+        gate="tests/kernels/test_cache.py::test_random_keys_against_a_dict",
         shapes=({"B": 32, "M": 24, "K": 7}, {"B": 1, "M": 24, "K": 7}),
         inputs=cache_inputs,
         providers=_ours(insert_op),
@@ -200,7 +197,7 @@ register(
     Case(
         name="residual",
         summary="the row that a refused draft is replaced from, for users who want it",
-        gate="tests/kernels/test_residual.py",
+        gate=f"{EQUALITY}[residual]",
         shapes=({"R": 4, "V": V, "T": 1.0}, {"R": 4, "V": V, "T": 0.7}),
         inputs=residual_inputs,
         providers=_ours(residual_op),
@@ -214,7 +211,7 @@ register(
     Case(
         name="tree_layout",
         summary="positions and slots of all branches for all steps",
-        gate="tests/kernels/test_tree.py",
+        gate="tests/kernels/test_tree.py::test_tree_is_its_definition",
         shapes=({"B": 8, "M": 24, "K": 7},),
         inputs=layout_inputs,
         providers=_ours(layout_op),
@@ -227,7 +224,7 @@ register(
     Case(
         name="ngram_propose",
         summary="what followed the longest earlier match of a request's last tokens",
-        gate="tests/kernels/test_ngram.py",
+        gate="tests/kernels/test_ngram.py::test_random_texts",
         shapes=({"B": 8, "N": 4096, "K": 7},),
         inputs=ngram_inputs,
         providers=_ours(ngram_op),
@@ -240,7 +237,7 @@ register(
     Case(
         name="allocate_fan_out",
         summary="branches by accepted length, in proportion to P(k)^(1/(1+r))",
-        gate="tests/kernels/test_outcomes.py",
+        gate="tests/kernels/test_outcomes.py::TestAllocateFanOut",
         shapes=({"B": 8, "K": 7, "M": 24},),
         inputs=fan_out_inputs,
         providers=_ours(fan_out_op),
