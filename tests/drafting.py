@@ -23,7 +23,9 @@ def draw_draft(
 ) -> Draft:
     """A draft of num_draft [B] tokens from logits [B, K, V], sampled under stream DRAFT."""
     requests, steps, _ = logits.shape
-    rows = Sampling(*(v if v is None else v.repeat_interleave(steps) for v in vars(sampling).values()))
+    rows = Sampling(
+        *(v if v is None else v.repeat_interleave(steps) for v in vars(sampling).values())
+    )
     scale = None if downweight is None else torch.full((requests,), downweight)
     sample = saguaro_sample(
         logits.reshape(requests * steps, -1),

@@ -9,12 +9,12 @@ import dataclasses
 import types
 
 import numpy as np
-import oracles
 import pytest
 import torch
-from drafting import draw_draft
 
-from saguaro_kernels import Draft, Keys, Sampling, Stream, saguaro_sample
+import oracles
+from saguaro_kernels import Draft, Keys, Sampling, Stream, log_prob_reference, saguaro_sample
+from saguaro_kernels.rng import gumbel_reference
 from saguaro_kernels.verification import reference, verify_reference
 
 GOLDEN = oracles.load_golden()
@@ -52,20 +52,35 @@ def ones(draws: int) -> Sampling:
     return Sampling(torch.ones(draws))
 
 
-def draw_chain(model: Model, steps: int, keys: Keys, stream: Stream = Stream.DRAFT) -> Draft:
-    """Drafts drawn one after the other from q, each row after its own prefix."""
+def draw_chain(model: Model, steps: int, keys: Keys, stream: Stream | None = None) -> Draft:
+    """Drafts drawn one after the other from q; under `stream`, or by noise of no stream at all."""
     draws = len(keys.seed)
+    generator = torch.Generator().manual_seed(int(keys.seed[0] >> 32))
     tokens, rows, logq = torch.zeros((draws, 0), dtype=torch.int64), [], []
     for i in range(steps):
         rows.append(model.rows(model.q, tokens))
-        sample = saguaro_sample(
-            rows[-1], ones(draws), keys, offset=i, stream=stream, impl="reference"
-        )
-        logq.append(sample.logq)
-        tokens = torch.cat((tokens, sample.tokens[:, None]), 1)
+        token, log_q = draw(rows[-1], generator, keys, i, stream)
+        logq.append(log_q)
+        tokens = torch.cat((tokens, token[:, None]), 1)
     num_draft = torch.full((draws,), steps, dtype=torch.int32)
     logits = torch.stack(rows, 1)
     return Draft(tokens, num_draft, logits, logq=torch.stack(logq, 1), sampling=ones(draws))
+
+
+def draw(
+    log_q: torch.Tensor,
+    generator: torch.Generator,
+    keys: Keys | None = None,
+    offset: int = 0,
+    stream: Stream | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A token of each row of log-probabilities, and its log-probability."""
+    if stream is None:
+        noise = -torch.empty(log_q.shape).exponential_(generator=generator).log()
+    else:
+        noise = gumbel_reference(keys, offset, stream, log_q.shape[1])
+    token = (log_q + noise).argmax(1)
+    return token, log_q.gather(1, token[:, None])[:, 0]
 
 
 def target_rows(model: Model, tokens: torch.Tensor) -> torch.Tensor:
@@ -133,7 +148,7 @@ def test_expected_accepted(rule: str, expected: dict[int, float]) -> None:
     draws = 1 << 15
     for steps, mean in expected.items():
         model, keys = two_ids(steps), keys_of(draws, seed=steps)
-        stream = Stream.COUPLED if rule == "coupled" else Stream.DRAFT
+        stream = Stream.COUPLED if rule == "coupled" else None
         draft = draw_chain(model, steps, keys, stream)
         verdict = verify_reference(
             target_rows(model, draft.tokens), draft, ones(draws), keys, rule=rule
@@ -168,7 +183,7 @@ def test_coupled_matches_and_is_plain_sampling() -> None:
     assert torch.equal(verdict.tokens[emitted], text[emitted])
 
 
-# -- filters and the scaled set ---------------------------------------------------------------------
+# -- filters and the scaled set --------------------------------------------------------------------
 
 P_ROW = [0.05, 0.4, 0.1, 0.25, 0.15, 0.05]
 Q_ROW = [0.3, 0.3, 0.02, 0.18, 0.1, 0.1]
@@ -182,13 +197,36 @@ def filtered_sampling(draws: int, name: str) -> Sampling:
 
 
 def iid_round(
-    rule: str, draws: int, sampling: Sampling, seed: int, **options: float
+    rule: str, draws: int, sampling: Sampling, seed: int, scale: float | None = None
 ) -> tuple[torch.Tensor, Draft, torch.Tensor, Keys]:
-    """(target logits, draft, tokens, keys) of a K = 2 round on P_ROW and Q_ROW."""
+    """(target logits, draft, tokens, keys) of a K = 2 round on P_ROW and Q_ROW.
+
+    q is what saguaro_sample says it is; `scale` is C of the two largest ids.
+    """
     keys = keys_of(draws, seed)
-    draft_logits = logs(Q_ROW).expand(draws, 2, 6)
-    draft = draw_draft(
-        draft_logits, torch.full((draws,), 2, dtype=torch.int32), sampling, keys, **options
+    logits = logs(Q_ROW)[None]
+    row = Sampling(*(v if v is None else v[:1] for v in vars(sampling).values()))
+    c = None if scale is None else torch.tensor([scale])
+    sample = saguaro_sample(
+        logits, row, Keys(keys.seed[:1], keys.base[:1]), offset=0, impl="reference",
+        scheme="plain" if c is None else "downweight", scale_f=2, downweight=c,
+    )  # fmt: skip
+    names = ("cutoff", "cutoff_id", "scale_logit", "scale_id")
+    edges = {name: getattr(sample, name) for name in names}
+    log_q = log_prob_reference(logits, row.temperature, lse=sample.lse, downweight=c, **edges)
+    generator = torch.Generator().manual_seed(seed)
+    token, logq = draw(log_q.expand(2 * draws, -1), generator, keys, 0, None)
+    if rule == "coupled":
+        noisy = [draw(log_q.expand(draws, -1), generator, keys, i, Stream.COUPLED) for i in (0, 1)]
+        token, logq = (torch.stack(pair, 1) for pair in zip(*noisy, strict=True))
+    draft = Draft(
+        token.view(draws, 2),
+        torch.full((draws,), 2, dtype=torch.int32),
+        logits.expand(draws, 2, 6),
+        logq=logq.view(draws, 2),
+        sampling=sampling,
+        downweight=None if c is None else c.expand(draws),
+        **{name: value.expand(draws, 2) for name, value in edges.items()},
     )
     target = logs(P_ROW).expand(draws, 3, 6)
     return target, draft, verify_reference(target, draft, sampling, keys, rule=rule).tokens, keys
@@ -206,11 +244,19 @@ def iid_counts(tokens: torch.Tensor, law: np.ndarray, seed: int) -> tuple[np.nda
     return np.bincount(code.numpy(), minlength=len(joint)), joint
 
 
-@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
-@pytest.mark.parametrize("name", ["top-k", "top-p", "min-p"])
+@pytest.mark.parametrize(
+    "name, rule",
+    [
+        ("top-k", "token"),
+        ("top-k", "block"),
+        ("top-p", "token"),
+        ("top-p", "block"),
+        ("min-p", "coupled"),
+    ],
+)
 def test_filters_on_both_sides(name: str, rule: str) -> None:
-    sampling = filtered_sampling(DRAWS, name)
-    *_, tokens, _ = iid_round(rule, DRAWS, sampling, seed=4)
+    draws = 1 << 16
+    *_, tokens, _ = iid_round(rule, draws, filtered_sampling(draws, name), seed=4)
     filters = {"top-k": {"top_k": 2}, "top-p": {"top_p": 0.9}, "min-p": {"min_p": 0.3}}[name]
     law = oracles.row_law(logs(P_ROW).numpy(), 0.8, **filters)
     assert oracles.follows(*iid_counts(tokens, law, 4))
@@ -218,8 +264,8 @@ def test_filters_on_both_sides(name: str, rule: str) -> None:
 
 def test_unfiltered_q_is_caught() -> None:
     """Fault 1: raw logits kept for q while filtered ones were sampled."""
-    sampling = filtered_sampling(DRAWS, "top-k")
-    target, draft, _, keys = iid_round("token", DRAWS, sampling, seed=4)
+    sampling = filtered_sampling(1 << 15, "top-k")
+    target, draft, _, keys = iid_round("token", 1 << 15, sampling, seed=4)
     whole = (draft.logits / 0.8).log_softmax(-1).gather(2, draft.tokens[..., None])[..., 0]
     wrong = dataclasses.replace(draft, cutoff=None, cutoff_id=None, logq=whole)
     law = oracles.row_law(logs(P_ROW).numpy(), 0.8, top_k=2)
@@ -232,9 +278,7 @@ def test_unfiltered_q_is_caught() -> None:
 def test_scaled_drafts(rule: str, scale: float) -> None:
     """The q of a downweighted draft is the scaled one; without the scaling the law is wrong."""
     sampling = ones(DRAWS)
-    target, draft, tokens, keys = iid_round(
-        rule, DRAWS, sampling, seed=6, downweight=scale, scale_f=2
-    )
+    target, draft, tokens, keys = iid_round(rule, DRAWS, sampling, seed=6, scale=scale)
     law = oracles.row_law(logs(P_ROW).numpy())
     assert oracles.follows(*iid_counts(tokens, law, 6))
     unscaled = draft.logits.log_softmax(-1).gather(2, draft.tokens[..., None])[..., 0]
@@ -243,20 +287,20 @@ def test_scaled_drafts(rule: str, scale: float) -> None:
     assert not oracles.follows(*iid_counts(tokens, law, 6))
 
 
-# -- controls ---------------------------------------------------------------------------------------
+# -- controls --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_extra_under_the_drafts_noise_is_caught(
-    rule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_extra_under_the_drafts_noise_is_caught(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault 2: one Gumbel vector for drafting and recovery."""
     case = GOLDEN["markov2-V4-K2"]
     model, keys = Model(case), keys_of(DRAWS, seed=1)
-    draft = draw_chain(model, 2, keys)
+    draft = draw_chain(model, 2, keys, Stream.DRAFT)
     shared = types.SimpleNamespace(ACCEPT=Stream.ACCEPT, EXTRA=Stream.DRAFT, COUPLED=Stream.COUPLED)
     monkeypatch.setattr(reference, "Stream", shared)
-    verdict = verify_reference(target_rows(model, draft.tokens), draft, ones(DRAWS), keys, rule=rule)
+    verdict = verify_reference(
+        target_rows(model, draft.tokens), draft, ones(DRAWS), keys, rule=rule
+    )
     assert not oracles.follows(text_counts(model, verdict.tokens, 1), case["target_joint"])
 
 
@@ -304,7 +348,7 @@ def test_position_keyed_uniforms_are_caught() -> None:
         c for c in oracles.load_controls() if c["control"] == "accept abs" and c["rule"] == "block"
     )
     model = Model({**control, "kind": "markov2", "start": control["markov2_start"]})
-    steps, draws = control["K"], DRAWS
+    steps, draws = control["K"], 1 << 15
     first, last = control["slice_first_last_token"]
     length = 2 * (steps + 1)
     generator = torch.Generator().manual_seed(10)
@@ -344,15 +388,16 @@ def _round(
     text = torch.cat((start, filled), 1)
     last = text.gather(1, done[:, None] + torch.arange(2))
     keys = keys_of(draws, seed=20 + turn, base=turn)
+    generator = torch.Generator().manual_seed(20 + turn)
     tokens, rows, logq, target = last, [], [], []
     for i in range(steps + 1):
         context = tokens[:, -2] * model.vocab + tokens[:, -1]
         target.append(model.p.view(-1, model.vocab)[context])
         if i < steps:
             rows.append(model.q.view(-1, model.vocab)[context])
-            sample = saguaro_sample(rows[-1], ones(draws), keys, offset=i, impl="reference")
-            logq.append(sample.logq)
-            tokens = torch.cat((tokens, sample.tokens[:, None]), 1)
+            token, log_q = draw(rows[-1], generator)
+            logq.append(log_q)
+            tokens = torch.cat((tokens, token[:, None]), 1)
     draft = Draft(
         tokens[:, 2:],
         torch.full((draws,), steps, dtype=torch.int32),
@@ -379,7 +424,7 @@ def _text_law(model: Model, length: int) -> np.ndarray:
     return np.array([law[text] for text in sorted(law)])
 
 
-# -- large vocabularies -----------------------------------------------------------------------------
+# -- large vocabularies ----------------------------------------------------------------------------
 
 
 def scattered(vocab: int, row: list[float]) -> tuple[torch.Tensor, list[int]]:
@@ -392,47 +437,50 @@ def scattered(vocab: int, row: list[float]) -> tuple[torch.Tensor, list[int]]:
 
 
 @pytest.mark.parametrize(
-    "vocab, draws, rules",
-    [(4096, 1 << 14, ("token", "block")), (128256, 1 << 10, ("token",))],
-    ids=["V4096", "V128256"],
+    "vocab, draws, steps, rule",
+    [(4096, 1 << 14, 1, "token"), (4096, 1 << 13, 2, "block"), (128256, 1 << 10, 1, "token")],
+    ids=["V4096-token", "V4096-block", "V128256-token"],
 )
-def test_live_ids_scattered_over_tiles(vocab: int, draws: int, rules: tuple[str, ...]) -> None:
+def test_live_ids_scattered_over_tiles(vocab: int, draws: int, steps: int, rule: str) -> None:
     p, ids = scattered(vocab, P_ROW)
     q, _ = scattered(vocab, Q_ROW)
-    place = torch.zeros(vocab, dtype=torch.int64) - 1
+    place = torch.full((vocab,), -1)
     place[torch.tensor(ids)] = torch.arange(6)
-    for rule in rules:
-        texts = []
-        for chunk in range(0, draws, 1 << 10):
-            keys = Keys(torch.arange(chunk, chunk + 1024), torch.full((1024,), 3))
-            draft = torch.multinomial(
-                logs(Q_ROW).exp(), 2048, True, generator=torch.Generator().manual_seed(chunk)
-            ).view(1024, 2)
-            logq = logs(Q_ROW)[draft]
-            tokens = torch.tensor(ids)[draft]
-            case = Draft(
-                tokens,
-                torch.full((1024,), 2, dtype=torch.int32),
-                q.expand(1024, 2, vocab),
-                logq=logq,
-                sampling=ones(1024),
-            )
-            verdict = verify_reference(p.expand(1024, 3, vocab), case, ones(1024), keys, rule=rule)
-            texts.append(torch.where(verdict.tokens < 0, -1, place[verdict.tokens.clamp(min=0)]))
-            assert (texts[-1][verdict.tokens >= 0] >= 0).all()
-        assert oracles.follows(*iid_counts(torch.cat(texts), np.array(P_ROW), 12))
+    generator, texts, chunk = torch.Generator().manual_seed(vocab), [], 256
+    for start in range(0, draws, chunk):
+        keys = Keys(torch.arange(start, start + chunk), torch.full((chunk,), 3))
+        live, logq = draw(logs(Q_ROW).expand(chunk * steps, 6), generator)
+        draft = Draft(
+            torch.tensor(ids)[live].view(chunk, steps),
+            torch.full((chunk,), steps, dtype=torch.int32),
+            q.expand(chunk, steps, vocab),
+            logq=logq.view(chunk, steps),
+            sampling=ones(chunk),
+        )
+        target = p.expand(chunk, steps + 1, vocab)
+        tokens = verify_reference(target, draft, ones(chunk), keys, rule=rule).tokens
+        texts.append(torch.where(tokens < 0, -1, place[tokens]))
+        assert torch.equal(texts[-1] < 0, tokens < 0)
+    assert oracles.follows(*iid_counts(torch.cat(texts), np.array(P_ROW), 12))
 
 
 def test_tail_of_rare_ids() -> None:
-    """4,096 ids of total mass .01 beside the live ones: a coarse uniform or log(1 - x) misses them."""
+    """4,096 ids of mass .01 beside the live ones: a coarse uniform or log(1 - x) misses them."""
     tail, draws = 4096, 1 << 14
     p = torch.cat((0.99 * logs(P_ROW).exp(), torch.full((tail,), 0.01 / tail))).log()
     q = torch.cat((0.998 * logs(Q_ROW).exp(), torch.full((tail,), 0.002 / tail))).log()
     counts, upper = np.zeros(7), 0
     for chunk in range(0, draws, 1 << 11):
         keys = Keys(torch.arange(chunk, chunk + 2048), torch.full((2048,), 3))
-        num_draft = torch.ones(2048, dtype=torch.int32)
-        draft = draw_draft(q.expand(2048, 1, -1), num_draft, ones(2048), keys)
+        generator = torch.Generator().manual_seed(chunk)
+        token, logq = draw(q.expand(2048, -1), generator)
+        draft = Draft(
+            token[:, None],
+            torch.ones(2048, dtype=torch.int32),
+            q.expand(2048, 1, -1),
+            logq=logq[:, None],
+            sampling=ones(2048),
+        )
         verdict = verify_reference(p.expand(2048, 2, -1), draft, ones(2048), keys, rule="token")
         first = verdict.tokens[:, 0]
         counts += np.bincount(first.clamp(max=6).numpy(), minlength=7)
@@ -446,8 +494,13 @@ def test_equal_rows_refused_all_the_same(rule: str) -> None:
     """p == q and an injected u that refuses: no residual is left, the extra token follows p."""
     draws = 1 << 15
     keys = keys_of(draws, seed=13)
-    draft = draw_draft(
-        logs(P_ROW).expand(draws, 1, 6), torch.ones(draws, dtype=torch.int32), ones(draws), keys
+    token, logq = draw(logs(P_ROW).expand(draws, 6), torch.Generator().manual_seed(13))
+    draft = Draft(
+        token[:, None],
+        torch.ones(draws, dtype=torch.int32),
+        logs(P_ROW).expand(draws, 1, 6),
+        logq=logq[:, None],
+        sampling=ones(draws),
     )
     target = logs(P_ROW).expand(draws, 2, 6)
     verdict = verify_reference(
