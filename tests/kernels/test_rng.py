@@ -1,4 +1,4 @@
-"""The random numbers: published Philox vectors, one word per key everywhere, the law of the noise."""
+"""The random numbers: published Philox vectors, one word per key, the law of the noise."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_coupled_noise_is_keyed_by_position():
 
 
 def test_extreme_words(device):
-    # The smallest 100 words all differ: a 24-bit uniform would never draw an id of probability 1e-8.
+    # The smallest 100 words all differ: 24-bit uniforms never draw an id of probability 1e-8.
     words = [*range(100), 2**24, 2**31, 2**32 - 129, 2**32 - 128, 2**32 - 1]
     uniform, noise = (torch.full((128,), torch.nan, device=device) for _ in "ab")
     padded = torch.tensor(words + [0] * (128 - len(words)), device=device)
