@@ -48,7 +48,11 @@ def promote_branch_reference(
     kv_pages[..., target_page, target % page_size, :, :] = moved
 
 
-@triton.jit(do_not_specialize=["draft_len", "branches", "page_size", "table_stride_b", "chunks"])
+_INTEGERS = ("plane_stride", "page_stride", "slot_stride", "table_stride_b", "draft_len")
+_INTEGERS += ("branches", "page_size", "chunks")
+
+
+@triton.jit(do_not_specialize=_INTEGERS)
 def _promote_branch_kernel(
     kv_ptr,  # [planes, P, page, Hkv * D]
     table_ptr,  # [B, pages] int32
@@ -197,8 +201,6 @@ def _promote_branch(
 
 def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
     """(name, kernel, signature, constexprs, num_warps) for bfloat16 and float32 pages."""
-    strides = ("plane_stride", "page_stride", "slot_stride", "table_stride_b")
-    integers = (*strides, "draft_len", "branches", "page_size", "chunks")
     pointers = ("table_ptr", "trunk_ptr", "depth_ptr", "branch_ptr")
     return [
         (
@@ -207,7 +209,7 @@ def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], int]
             {
                 "kv_ptr": f"*{kind}",
                 **dict.fromkeys(pointers, "*i32"),
-                **dict.fromkeys(integers, "i32"),
+                **dict.fromkeys(_INTEGERS, "i32"),
             },
             {"INNER": 1024, "UNIT": 16, "BLOCK_S": 8, "BLOCK_E": 512},
             4,

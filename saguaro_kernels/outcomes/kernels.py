@@ -27,7 +27,10 @@ def _key_score(key):
     return tl.where(key > _LOWEST, score, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["drafts", "vocab", "splits"])
+_STRIDES = ["logits_stride_b", "logits_stride_k", "bias_stride_b", "bias_stride_k"]
+
+
+@triton.jit(do_not_specialize=[*_STRIDES, "drafts", "vocab", "splits"])
 def _predict_outcomes_scan_kernel(
     logits_ptr,  # [B, K+1, V]
     bias_ptr,  # [B, K+1, V]

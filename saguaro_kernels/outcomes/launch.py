@@ -16,7 +16,7 @@ from .reference import COLDEST, NOISE_FROM_TEMPERATURE, Outcomes
 
 _PROGRAMS = 264
 """Programs worth having: two per multiprocessor of a large GPU."""
-_SELECTED = 8192
+_SELECTED = 4096
 """Candidates that one program selects from."""
 RANKINGS = ("probability", "noise", "coupled", "auto")
 _UNIFORM, _FAN_OUT, _BEST = 0, 1, 2

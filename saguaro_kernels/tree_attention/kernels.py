@@ -6,6 +6,9 @@ import triton
 import triton.language as tl
 
 LOG2E = 1.4426950408889634
+STRIDES = ("q_stride_b", "q_stride_m", "q_stride_h", "k_stride_p", "k_stride_s", "k_stride_h")
+STRIDES += ("v_stride_p", "v_stride_s", "v_stride_h", "table_stride_b")
+SIZES = ("step", "draft_len", "branches", "kv_heads", "row_blocks", "splits", "window")
 
 
 @triton.jit
@@ -16,17 +19,7 @@ def _dot(a, b, acc, INTERPRETED: tl.constexpr):
     return tl.dot(a, b, acc, input_precision="ieee")
 
 
-@triton.jit(
-    do_not_specialize=[
-        "step",
-        "draft_len",
-        "branches",
-        "kv_heads",
-        "row_blocks",
-        "splits",
-        "window",
-    ]
-)
+@triton.jit(do_not_specialize=[*STRIDES, *SIZES])
 def _tree_attention_kernel(
     query_ptr,  # [B, M, Hq, D]
     key_ptr,  # [P, PAGE, Hkv, D]

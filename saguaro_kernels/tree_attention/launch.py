@@ -9,7 +9,7 @@ import torch
 import triton
 
 from .._launch import INTERPRETED, on_device
-from .kernels import LOG2E, _tree_attention_kernel, _tree_attention_merge_kernel
+from .kernels import LOG2E, SIZES, STRIDES, _tree_attention_kernel, _tree_attention_merge_kernel
 
 _PROGRAMS = 264
 """Programs worth having: two per multiprocessor of a large GPU."""
@@ -169,21 +169,7 @@ def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], int]
         signature |= dict.fromkeys(("table_ptr", "trunk_ptr", "depth_ptr"), "*i32")
         signature["step"] = "*i32" if tree else "i32"
         signature |= {"out_ptr": "*fp32" if split else f"*{kind}", "lse_ptr": "*fp32"}
-        strides = [
-            f"{t}_stride_{d}"
-            for t, dims in (("q", "bmh"), ("k", "psh"), ("v", "psh"))
-            for d in dims
-        ]
-        integers = (
-            "table_stride_b",
-            "draft_len",
-            "branches",
-            "kv_heads",
-            "row_blocks",
-            "splits",
-            "window",
-        )
-        signature |= dict.fromkeys((*strides, *integers), "i32")
+        signature |= dict.fromkeys(set((*STRIDES, *SIZES)) - {"step"}, "i32")
         signature |= {"scale_log2": "fp32", "softcap_log2": "fp32"}
         constexprs: dict[str, Any] = {
             "GROUP": group,

@@ -187,6 +187,25 @@ def test_the_order_of_inserts_does_not_matter(impl, device):
         assert _slots(cache, keys, 0, impl, device) == [table[key] for key in keys]
 
 
+def test_many_duplicates_at_once(device):
+    # On a GPU these inserts race for the same buckets; in the interpreter they only take turns.
+    rounds, distinct, copies = (200, 4096, 16) if device == "cuda" else (1, 6, 4)
+    generator = torch.Generator().manual_seed(9)
+    count = distinct * copies
+    cache = SpeculationCache(2 * distinct, count, device)
+    keys = _random_keys(distinct, generator).repeat(copies, 1)
+    for generation in range(rounds):
+        order = torch.randperm(count, generator=generator)
+        uid, base, accepted, extra = keys[order].to(device).unbind(1)
+        cache.insert(
+            uid, generation, base, accepted, extra, order.to(device), impl="triton"
+        )  # slot = index of the copy, so the lowest is below `distinct`
+        uid, base, accepted, extra = keys[:distinct].to(device).unbind(1)
+        found = cache.lookup(uid, generation, base, accepted, extra, impl="triton")
+        assert torch.equal(found.slot.cpu(), torch.arange(distinct, dtype=torch.int32))
+    assert cache.dropped.item() == 0
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_unused_branches_and_bad_slots_are_ignored(impl, device):
     cache = SpeculationCache(8, 2, device)
