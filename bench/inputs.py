@@ -111,6 +111,10 @@ def verify_inputs(shape: Shape, dtype: torch.dtype, device: str) -> SimpleNamesp
     )
     num_draft = torch.full((B,), K, dtype=torch.int32, device=device)
     tokens, logq, lse = (field.view(B, K) for field in (sample.tokens, sample.logq, sample.lse))
+    if mode == "greedy":
+        # One refusal: where all are accepted, any implementation reads the bonus row too.
+        tokens = tokens.clone()
+        tokens[:, K // 2] = (tokens[:, K // 2] + 1) % vocab
     one_hot = mode in ("greedy", "coupled")
     proposed = (
         Draft(tokens, num_draft)

@@ -39,7 +39,8 @@ def traffic(path: Path = RESULTS / "traffic.json") -> str:
         f"\n{markdown(headers, cells)}\n"
         f"One request, K = {shape['K']}, V = {shape['V']}, bf16 logits; requested bytes, counted "
         f"in Triton's interpreter on {machine['date']} (triton {machine['triton']}, commit "
-        f"{machine['commit'][:12]}) by `python -m bench traffic`. No time was measured.\n"
+        f"{machine['commit'][:12]}) by `python -m bench traffic`. No time was measured. The bound "
+        "of block is for computing every residual: a scan that stops early may go below it.\n"
     )
 
 

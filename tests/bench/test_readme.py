@@ -16,6 +16,19 @@ def test_the_readme_is_current() -> None:
     assert command.main(["readme", "--check"]) == 0
 
 
+def test_the_committed_traffic_is_the_least_of_all() -> None:
+    _, rows = report.peer_rows(report.read_json(readme.RESULTS / "traffic.json"))
+    for rule in ("token", "block", "greedy"):
+        ours = [row for row in rows if row[0] == rule and row[1].startswith("saguaro")]
+        peers = [row for row in rows if row[0] == rule and not row[1].startswith("saguaro")]
+        assert ours and peers
+        launches, syncs, ratio = 3, 4, 7
+        assert all(row[syncs] == 0 for row in ours)
+        assert max(row[launches] for row in ours) < min(row[launches] for row in peers)
+        # Greedy needs K rows, whoever does it; 3 % are lengths, ids and partial results.
+        assert max(row[ratio] for row in ours) <= 1.03 * min(row[ratio] for row in peers)
+
+
 def test_a_marked_table_is_made_anew(tmp_path, monkeypatch) -> None:
     path = tmp_path / "traffic.json"
     report.write_json(path, [OURS, dataclasses.replace(OURS, provider="torch")])
