@@ -66,6 +66,8 @@ def chain_speculative_sampling(
     )
     num_requests, num_steps = draft_token_ids.shape
     check_tensor("draft_probs", draft_probs, (num_requests, num_steps, None), FLOATS, device)
+    shape = (num_requests, num_steps + 1, draft_probs.shape[-1])
+    check_tensor("target_probs", target_probs, shape, FLOATS, device, contiguous_last=True)
     tokens = draft_token_ids.to(torch.int64)
     num_draft = torch.full((num_requests,), num_steps, dtype=torch.int32, device=device)
     counts = [maybe_output_accepted_token_num, maybe_output_emitted_draft_token_num]

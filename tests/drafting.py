@@ -22,13 +22,13 @@ def draw_draft(
     **options: Any,
 ) -> Draft:
     """A draft of num_draft [B] tokens from logits [B, K, V], sampled under stream DRAFT."""
-    requests, steps, _ = logits.shape
+    requests, steps, vocab = logits.shape
     rows = Sampling(
         *(v if v is None else v.repeat_interleave(steps) for v in vars(sampling).values())
     )
     scale = None if downweight is None else torch.full((requests,), downweight)
     sample = saguaro_sample(
-        logits.reshape(requests * steps, -1),
+        logits.reshape(requests * steps, vocab),
         rows,
         Keys(keys.seed.repeat_interleave(steps), keys.base.repeat_interleave(steps)),
         offset=torch.arange(steps).repeat(requests),

@@ -19,26 +19,24 @@ import triton.language as tl
 
 from ..distribution import PAD, Status
 from ..distribution.rows import (
-    _INF,
     _NEG_INF,
     _at,
-    _clean,
     _finite_or_zero,
-    _is_within,
     _reciprocal,
 )
-from ..rng import Stream, _gumbel_block, _log1p, _uniform
+from ..rng import Stream, _uniform
 from .contract import DRAFT_NAN, MASS_FLOOR
 from .rows import (
     _load_cutoff,
     _load_draft_row,
-    _load_pair,
     _log_sum,
     _merge_choices,
-    _merge_rows,
     _row_offset,
+    _scan_mass,
+    _scan_residual,
     _scan_split,
 )
+from .rules import _accept_block, _block_scales, _bound_masses, _is_one_hot, _judge
 
 _ACCEPT = tl.constexpr(int(Stream.ACCEPT))
 _EXTRA = tl.constexpr(int(Stream.EXTRA))
@@ -95,91 +93,6 @@ def _verify_stats_kernel(
         tl.store(part + num_splits, _log_sum(total))
         tl.store(part + 2 * num_splits, best)
         tl.store(part_arg_ptr + (b * num_steps + i) * num_splits + split, arg)
-
-
-@triton.jit
-def _judge(
-    part_ptr, target_ptr, row_index_ptr, bias_ptr, cutoff_ptr, cutoff_id_ptr, tokens_ptr, logq_ptr,
-    one_hot, b, num_draft, temperature, vocab, num_steps, num_splits, stride_b, stride_i,
-    bias_stride_b, bias_stride_i,
-    PROBS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """Per judged row, [BLOCK_K]: max, log-sum, log p(d), log q(d), log p(d)/q(d), q is one-hot."""
-    step, num_rows = tl.arange(0, BLOCK_K), num_steps + 1
-    judged = step < num_draft
-    max_, log_sum = _merge_rows(
-        part_ptr, b, num_draft, num_steps, num_splits, temperature, BLOCK_K, BLOCK_S
-    )
-    token = tl.load(tokens_ptr + b * num_steps + step, mask=judged, other=-1)
-    inside = (token >= 0) & (token < vocab)
-    row = _row_offset(row_index_ptr, b, step, num_rows, stride_b, stride_i, ALIGNED)
-    z = tl.load(target_ptr + row + token, mask=inside, other=_NEG_INF).to(tl.float32)
-    if PROBS:
-        z = tl.where(z > 0, _log_sum(z), _NEG_INF)
-    if bias_ptr is not None:
-        row = _row_offset(None, b, step, 0, bias_stride_b, bias_stride_i, False)
-        z += tl.load(bias_ptr + row + token, mask=inside, other=0.0)
-    z = _clean(z)
-    cutoff, cutoff_id = _load_cutoff(cutoff_ptr, cutoff_id_ptr, row_index_ptr, b, step, num_rows)
-    # A NaN log-sum marks a row without a law: its draft is refused.
-    possible = _is_within(z, token, cutoff, cutoff_id) & (log_sum == log_sum)
-    log_p = (z - _finite_or_zero(max_)) * _reciprocal(temperature) - log_sum
-    log_p = tl.where(possible, log_p, _NEG_INF)
-    point = tl.full([BLOCK_K], 0, tl.int32) + one_hot
-    log_q = tl.zeros([BLOCK_K], tl.float32)
-    if logq_ptr is not None:
-        log_q = tl.load(logq_ptr + b * num_steps + step, mask=judged, other=0.0)
-        point = tl.where(tl.abs(log_q) < _INF, point, 1)
-    log_q = tl.where(point != 0, 0.0, log_q)
-    return max_, log_sum, log_p, log_q, tl.where(judged, log_p - log_q, _NEG_INF), point
-
-
-@triton.jit
-def _is_one_hot(draft_ptr, one_hot_ptr, temperature_ptr, b):
-    """1 where every draft of request b is a deterministic proposal, else 0."""
-    if draft_ptr is None:
-        return tl.full([], 1, tl.int32)
-    else:
-        one_hot = (tl.load(temperature_ptr + b) <= 0).to(tl.int32)
-        if one_hot_ptr is not None:
-            one_hot = tl.maximum(one_hot, tl.load(one_hot_ptr + b).to(tl.int32))
-        return one_hot
-
-
-@triton.jit
-def _block_scales(log_ratio, BLOCK_K: tl.constexpr):
-    """log a_1..a_K: log a_i = min(0, log a_{i-1} + log p_i/q_i)."""
-    step = tl.arange(0, BLOCK_K)
-    scale, log_a = 0.0, tl.zeros([BLOCK_K], tl.float32)
-    for i in tl.static_range(BLOCK_K):
-        scale = tl.minimum(scale + _at(log_ratio, i, BLOCK_K), 0.0)
-        log_a = tl.where(step == i, scale, log_a)
-    return log_a
-
-
-@triton.jit
-def _bound_masses(
-    log_a, log_p, log_q, exact, uniform, num_draft, BLOCK_K: tl.constexpr
-):  # fmt: skip
-    """(mass, needed): R where it decides nothing or is known, and the steps whose R must be summed.
-
-    Of R = a - sum min(a p, q) the term of the next draft d' is known: with m = min(a p(d'), q(d')),
-    max(a p(d') - q(d'), 0) <= R <= a - m, and R = a - m if q is one-hot (`exact`). Where u passes
-    or fails at both ends, or a later step passes for sure, the rows need not be read.
-    """
-    step = tl.arange(0, BLOCK_K)
-    follows = step[None, :] == step[:, None] + 1
-    next_p = tl.sum(tl.where(follows, tl.exp(log_p)[None, :], 0.0), axis=1)
-    next_q = tl.sum(tl.where(follows, tl.exp(log_q)[None, :], 0.0), axis=1)
-    known = tl.sum(tl.where(follows, exact[None, :], 0), axis=1) != 0
-    a = tl.exp(log_a)
-    # h = 1 at a = 1, h = a at the last step: R = a gives both.
-    known = known | (a == 1.0) | (step == num_draft - 1)
-    high = tl.where((a == 1.0) | (step == num_draft - 1), a, a - tl.minimum(a * next_p, next_q))
-    low = tl.maximum(a * next_p - next_q, 0.0)
-    possible = (step < num_draft) & (uniform * (high + 1.0 - a) < high)
-    sure = possible & (known | (uniform * (low + 1.0 - a) < low))
-    return high, possible & (step > tl.max(tl.where(sure, step, -1), axis=0))
 
 
 @triton.jit(do_not_specialize=_INTEGERS)
@@ -253,36 +166,6 @@ def _verify_mass_kernel(
                 _at(log_a, i - 1, BLOCK_K), PROBS, DRAFT_PROBS, BLOCK_V,
             )  # fmt: skip
             tl.store(mass_ptr + (b * num_steps + i - 1) * num_splits + split, mass)
-
-
-@triton.jit
-def _scan_mass(
-    p, q, bias_ptr, draft_bias_ptr, map_ptr, split, tiles, vocab, draft_vocab, log_scale,
-    PROBS: tl.constexpr, DRAFT_PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """sum (a p - q)+ over one split, a = exp(log_scale)."""
-    first = split * tiles
-    full = tl.minimum(vocab, draft_vocab) // BLOCK_V
-    full = tl.maximum(tl.minimum(full, first + tiles), first)
-    end = tl.minimum(tl.cdiv(vocab, BLOCK_V), first + tiles)
-    total = 0.0
-    for tile in range(first, full):
-        ids = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-        log_p, log_q = _load_pair(
-            p, q, bias_ptr, draft_bias_ptr, map_ptr, ids, vocab, draft_vocab, PROBS, DRAFT_PROBS,
-            False,
-        )  # fmt: skip
-        excess = tl.exp(log_p + log_scale) - tl.exp(log_q)
-        total += tl.sum(tl.where(excess > 0, excess, 0.0), axis=0)
-    for tile in range(full, end):
-        ids = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-        log_p, log_q = _load_pair(
-            p, q, bias_ptr, draft_bias_ptr, map_ptr, ids, vocab, draft_vocab, PROBS, DRAFT_PROBS,
-            True,
-        )  # fmt: skip
-        excess = tl.exp(log_p + log_scale) - tl.exp(log_q)
-        total += tl.sum(tl.where(excess > 0, excess, 0.0), axis=0)
-    return total
 
 
 @triton.jit(do_not_specialize=_INTEGERS)
@@ -448,83 +331,6 @@ def _verify_extra_kernel(
                 num_accepted_ptr, output_ptr, status_ptr, tokens_ptr, b, k, num_steps,
                 extra_token, status, BLOCK_K,
             )  # fmt: skip
-
-
-@triton.jit
-def _accept_block(
-    mass_ptr, log_ratio, log_p, log_q, exact, uniform, b, num_draft, num_steps, num_splits,
-    BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """k = max{i: u_i < h_i} and log a_k."""
-    step, column = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_S)[None, :]
-    log_a = _block_scales(log_ratio, BLOCK_K)
-    mass, needed = _bound_masses(log_a, log_p, log_q, exact, uniform, num_draft, BLOCK_K)
-    if mass_ptr is not None:
-        part = mass_ptr + (b * num_steps + step[:, None]) * num_splits + column
-        mask = needed[:, None] & (column < num_splits)
-        mass = tl.where(needed, tl.sum(tl.load(part, mask=mask, other=0.0), axis=1), mass)
-    a = tl.exp(log_a)
-    passes = (step < num_draft) & (uniform * (mass + 1.0 - a) < mass)
-    k = tl.max(tl.where(passes, step + 1, 0), axis=0)
-    return k, _at(log_a, k - 1, BLOCK_K)
-
-
-@triton.jit
-def _scan_residual(
-    p, q, bias_ptr, draft_bias_ptr, map_ptr, split, tiles, vocab, draft_vocab, log_scale, noise,
-    STREAM: tl.constexpr, PROBS: tl.constexpr, DRAFT_PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """Over one split: mass, best and argbest of (a p - q)+, best and argbest of p."""
-    first = split * tiles
-    full = tl.minimum(vocab, draft_vocab) // BLOCK_V
-    full = tl.maximum(tl.minimum(full, first + tiles), first)
-    end = tl.minimum(tl.cdiv(vocab, BLOCK_V), first + tiles)
-    total, left_best, left_arg, best, arg = 0.0, float("-inf"), 0, float("-inf"), 0
-    for tile in range(first, full):
-        total, left_best, left_arg, best, arg = _scan_residual_tile(
-            (total, left_best, left_arg, best, arg), p, q, bias_ptr, draft_bias_ptr, map_ptr,
-            tile * BLOCK_V, vocab, draft_vocab, log_scale, noise, STREAM, PROBS,
-            DRAFT_PROBS, False, BLOCK_V,
-        )  # fmt: skip
-    for tile in range(full, end):
-        total, left_best, left_arg, best, arg = _scan_residual_tile(
-            (total, left_best, left_arg, best, arg), p, q, bias_ptr, draft_bias_ptr, map_ptr,
-            tile * BLOCK_V, vocab, draft_vocab, log_scale, noise, STREAM, PROBS,
-            DRAFT_PROBS, True, BLOCK_V,
-        )  # fmt: skip
-    return total, left_best, left_arg, best, arg
-
-
-@triton.jit
-def _scan_residual_tile(
-    state, p, q, bias_ptr, draft_bias_ptr, map_ptr, start, vocab, draft_vocab, log_scale, noise,
-    STREAM: tl.constexpr, PROBS: tl.constexpr, DRAFT_PROBS: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    total, left_best, left_arg, best, arg = state
-    seed, base, offset = noise
-    ids = start + tl.arange(0, BLOCK_V)
-    log_p, log_q = _load_pair(
-        p, q, bias_ptr, draft_bias_ptr, map_ptr, ids, vocab, draft_vocab, PROBS, DRAFT_PROBS,
-        MASKED,
-    )  # fmt: skip
-    above = log_p + log_scale
-    gap = log_q - above
-    # log(1 - q/p) would round to 0 for small q/p.
-    left = tl.where(gap < 0, above + _log1p(-tl.exp(tl.where(gap < 0, gap, -1.0))), _NEG_INF)
-    gumbel = _gumbel_block(seed, base, offset, start, STREAM, BLOCK_V)
-    tile_best, tile_arg = tl.max(left + gumbel, axis=0, return_indices=True)
-    left_arg = tl.where(tile_best > left_best, start + tile_arg, left_arg)
-    left_best = tl.maximum(left_best, tile_best)
-    tile_best, tile_arg = tl.max(log_p + gumbel, axis=0, return_indices=True)
-    arg = tl.where(tile_best > best, start + tile_arg, arg)
-    return (
-        total + tl.sum(tl.exp(left), axis=0),
-        left_best,
-        left_arg,
-        tl.maximum(best, tile_best),
-        arg,
-    )
 
 
 @triton.jit

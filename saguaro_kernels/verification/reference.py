@@ -275,10 +275,12 @@ def _is_point(draft: Draft) -> torch.Tensor:
 
 
 def _to_draft_ids(draft: Draft, ids: torch.Tensor) -> torch.Tensor:
-    """The draft's ids of target ids; outside 0..V_draft-1 where it has none."""
+    """The draft's ids of target ids; beyond V_draft where it has none."""
     if draft.vocab_map is None:
         return ids
-    return draft.vocab_map[ids.clamp(0, len(draft.vocab_map) - 1)].to(torch.int64)
+    own = draft.vocab_map[ids.clamp(0, len(draft.vocab_map) - 1)].to(torch.int64)
+    # An id without a draft id ranks below all: -1 would stand at the edge of an unfiltered row.
+    return own.masked_fill(own < 0, 2**31 - 1)
 
 
 def _gather(rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

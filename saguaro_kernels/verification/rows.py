@@ -21,7 +21,9 @@ from ..distribution.rows import (
     _reciprocal,
     _row_log_prob,
 )
-from ..rng import _gumbel_block
+from ..rng import _gumbel_block, _log1p
+
+_NO_ID = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
@@ -167,6 +169,8 @@ def _load_pair(
         z = _load_biased(row_ptr, draft_bias_ptr, bias_row, own, draft_vocab, DRAFT_PROBS, MASKED)
     else:
         own = tl.load(map_ptr + ids, mask=ids < vocab, other=-1)
+        # An id without a draft id ranks below all: -1 would stand at the edge of an unfiltered row.
+        own = tl.where(own < 0, _NO_ID, own)
         z = _load_biased(row_ptr, draft_bias_ptr, bias_row, own, draft_vocab, DRAFT_PROBS, True)
     log_q = _row_log_prob(
         _clean(z), own, _as_block(temperature), _finite_or_zero(anchor), lse, cutoff, cutoff_id,
@@ -174,6 +178,94 @@ def _load_pair(
     )  # fmt: skip
     usable = (anchor > _NEG_INF) & (anchor < _INF)
     return log_p, tl.where(usable, log_q, tl.where(ids == token, 0.0, _NEG_INF))
+
+
+@triton.jit
+def _scan_mass(
+    p, q, bias_ptr, draft_bias_ptr, map_ptr, split, tiles, vocab, draft_vocab, log_scale,
+    PROBS: tl.constexpr, DRAFT_PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """sum (a p - q)+ over one split, a = exp(log_scale)."""
+    first = split * tiles
+    full = tl.minimum(vocab, draft_vocab) // BLOCK_V
+    full = tl.maximum(tl.minimum(full, first + tiles), first)
+    end = tl.minimum(tl.cdiv(vocab, BLOCK_V), first + tiles)
+    total = 0.0
+    for tile in range(first, full):
+        ids = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+        log_p, log_q = _load_pair(
+            p, q, bias_ptr, draft_bias_ptr, map_ptr, ids, vocab, draft_vocab, PROBS, DRAFT_PROBS,
+            False,
+        )  # fmt: skip
+        excess = tl.exp(log_p + log_scale) - tl.exp(log_q)
+        total += tl.sum(tl.where(excess > 0, excess, 0.0), axis=0)
+    for tile in range(full, end):
+        ids = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+        log_p, log_q = _load_pair(
+            p, q, bias_ptr, draft_bias_ptr, map_ptr, ids, vocab, draft_vocab, PROBS, DRAFT_PROBS,
+            True,
+        )  # fmt: skip
+        excess = tl.exp(log_p + log_scale) - tl.exp(log_q)
+        total += tl.sum(tl.where(excess > 0, excess, 0.0), axis=0)
+    return total
+
+
+@triton.jit
+def _scan_residual(
+    p, q, bias_ptr, draft_bias_ptr, map_ptr, split, tiles, vocab, draft_vocab, log_scale, noise,
+    STREAM: tl.constexpr, PROBS: tl.constexpr, DRAFT_PROBS: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Over one split: mass, best and argbest of (a p - q)+, best and argbest of p."""
+    first = split * tiles
+    full = tl.minimum(vocab, draft_vocab) // BLOCK_V
+    full = tl.maximum(tl.minimum(full, first + tiles), first)
+    end = tl.minimum(tl.cdiv(vocab, BLOCK_V), first + tiles)
+    total, left_best, left_arg, best, arg = 0.0, float("-inf"), 0, float("-inf"), 0
+    for tile in range(first, full):
+        total, left_best, left_arg, best, arg = _scan_residual_tile(
+            (total, left_best, left_arg, best, arg), p, q, bias_ptr, draft_bias_ptr, map_ptr,
+            tile * BLOCK_V, vocab, draft_vocab, log_scale, noise, STREAM, PROBS,
+            DRAFT_PROBS, False, BLOCK_V,
+        )  # fmt: skip
+    for tile in range(full, end):
+        total, left_best, left_arg, best, arg = _scan_residual_tile(
+            (total, left_best, left_arg, best, arg), p, q, bias_ptr, draft_bias_ptr, map_ptr,
+            tile * BLOCK_V, vocab, draft_vocab, log_scale, noise, STREAM, PROBS,
+            DRAFT_PROBS, True, BLOCK_V,
+        )  # fmt: skip
+    return total, left_best, left_arg, best, arg
+
+
+@triton.jit
+def _scan_residual_tile(
+    state, p, q, bias_ptr, draft_bias_ptr, map_ptr, start, vocab, draft_vocab, log_scale, noise,
+    STREAM: tl.constexpr, PROBS: tl.constexpr, DRAFT_PROBS: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    total, left_best, left_arg, best, arg = state
+    seed, base, offset = noise
+    ids = start + tl.arange(0, BLOCK_V)
+    log_p, log_q = _load_pair(
+        p, q, bias_ptr, draft_bias_ptr, map_ptr, ids, vocab, draft_vocab, PROBS, DRAFT_PROBS,
+        MASKED,
+    )  # fmt: skip
+    above = log_p + log_scale
+    gap = log_q - above
+    # log(1 - q/p) would round to 0 for small q/p.
+    left = tl.where(gap < 0, above + _log1p(-tl.exp(tl.where(gap < 0, gap, -1.0))), _NEG_INF)
+    gumbel = _gumbel_block(seed, base, offset, start, STREAM, BLOCK_V)
+    tile_best, tile_arg = tl.max(left + gumbel, axis=0, return_indices=True)
+    left_arg = tl.where(tile_best > left_best, start + tile_arg, left_arg)
+    left_best = tl.maximum(left_best, tile_best)
+    tile_best, tile_arg = tl.max(log_p + gumbel, axis=0, return_indices=True)
+    arg = tl.where(tile_best > best, start + tile_arg, arg)
+    return (
+        total + tl.sum(tl.exp(left), axis=0),
+        left_best,
+        left_arg,
+        tl.maximum(best, tile_best),
+        arg,
+    )
 
 
 # -- what the judged rows say ---------------------------------------------------------------------
