@@ -11,7 +11,8 @@ These are requested bytes, not DRAM bytes: re-reads that a cache would serve cou
 
 Torch ops are counted by a dispatch mode, as a lower bound that favours them: one launch per op,
 each distinct input view read once (a stride-0 dimension costs nothing), each output written once,
-gathers read and scatters write only what they touch, views and allocations are free.
+gathers read and scatters write only what they touch, views and allocations are free. What a
+reference does in numpy is not seen.
 
 A sync is whatever makes the host wait when the tensors are on a GPU: `.item()` and its relatives,
 data-dependent shapes (nonzero, masked select, unique, boolean indexing), `equal`, and copies to the
