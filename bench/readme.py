@@ -57,6 +57,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench readme", description=__doc__)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args(arguments)
+    if not README.exists():
+        print(f"no README at {README.parent}: run this in the repository")
+        return 2
     before = README.read_text(encoding="utf-8")
     after = regenerate(before)
     if options.check:
