@@ -53,16 +53,16 @@ def predict_outcomes_reference(
     tokens = torch.full((batch, branches), PAD, dtype=torch.int64, device=device)
     score = torch.full((batch, branches), float("-inf"), device=device)
     bias = None if bias is None else bias.expand(batch, rows, vocab)
+    noise, noise_row = _noise(sampling.temperature, keys, ranking, rows, vocab)
     for b, last in enumerate(num_draft.tolist()):
         used = slice(0, last + 1)
         scores = _scores(
             draft_logits[b, used],
             draft_tokens[b, :last],
             float(sampling.temperature[b]),
-            Keys(keys.seed[b : b + 1], keys.base[b : b + 1]),
+            None if noise_row[b] < 0 else noise[noise_row[b], used],
             None if cutoff is None else cutoff[b, used],
             None if bias is None else bias[b, used],
-            ranking,
         )
         log_prob = torch.zeros(last + 1, device=device)
         if accept_prob is not None:
@@ -111,28 +111,38 @@ def _scores(
     logits: torch.Tensor,
     drafted: torch.Tensor,
     temperature: float,
-    keys: Keys,
+    noise: torch.Tensor | None,
     cutoff: torch.Tensor | None,
     bias: torch.Tensor | None,
-    ranking: str,
 ) -> torch.Tensor:
     """z / T + g of rows 0..num_draft, -inf where an id is no candidate: [rows, V] float32."""
-    rows, vocab = logits.shape
     scores = logits.float() if bias is None else logits.float() + bias
     scores = torch.where(scores < torch.inf, scores, -torch.inf)  # NaN and +inf: no candidates
     if cutoff is not None:
         scores.masked_fill_(scores < cutoff[:, None], -torch.inf)
     if temperature > 0:
         scores *= 1.0 / max(temperature, COLDEST)
-        if ranking == "auto":
-            ranking = "noise" if temperature >= NOISE_FROM_TEMPERATURE else "probability"
-        if ranking != "probability":
-            stream = Stream.EXTRA if ranking == "noise" else Stream.COUPLED
-            offsets = torch.arange(rows, device=logits.device)
-            keys = Keys(keys.seed.expand(rows), keys.base.expand(rows))
-            scores += gumbel_reference(keys, offsets, stream, vocab)
-    scores[torch.arange(rows - 1, device=logits.device), drafted] = -torch.inf
+    if noise is not None:
+        scores += noise
+    scores[torch.arange(len(scores) - 1, device=logits.device), drafted] = -torch.inf
     return scores
+
+
+def _noise(
+    temperature: torch.Tensor, keys: Keys, ranking: str, rows: int, vocab: int
+) -> tuple[torch.Tensor, list[int]]:
+    """Noise [N, rows, V] of the requests that rank with it, and each request's n, -1 for none."""
+    coldest = NOISE_FROM_TEMPERATURE if ranking == "auto" else 0.0
+    noisy = (temperature > 0) & (temperature >= coldest) & (ranking != "probability")
+    index = torch.where(noisy, noisy.cumsum(0) - 1, -1).tolist()
+    base = keys.base[noisy].repeat_interleave(rows)
+    offset = torch.arange(rows, device=base.device).repeat(len(base) // rows)
+    stream = Stream.COUPLED if ranking == "coupled" else Stream.EXTRA
+    drawn = Keys(keys.seed[noisy].repeat_interleave(rows), base)
+    noise = (
+        gumbel_reference(drawn, offset, stream, vocab) if len(base) else temperature.new_empty(0)
+    )
+    return noise.view(-1, rows, vocab), index
 
 
 def _top(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:

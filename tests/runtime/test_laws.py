@@ -45,9 +45,10 @@ def test_first_tokens_follow_the_golden_law(
     p, q = (scripts.law_of_two(case[law], case["V"]) for law in "pq")
     options = {"rule": rule, "ranking": ranking, "allocation": allocation}
     with _engine(p, q, k=case["K"], branches=2, **options) as engine:
-        tokens = scripts.texts(engine, case["start"], 2500, case["L"])
+        tokens = scripts.texts(engine, case["start"], 2000, case["L"])
         stats = engine.stats()
-    assert min(stats["hits"], stats["misses"]) > 20
+    # The coupled noise gives nearly every outcome away.
+    assert stats["hits"] > 100 and stats["misses"] > (0 if rule == "coupled" else 20)
     counts = scripts.joint(tokens, case["V"])
     assert oracles.follows(counts, np.array(case["target_joint"]))
 
@@ -56,7 +57,7 @@ def test_first_tokens_follow_the_golden_law_across_processes(no_leaks: None) -> 
     case = GOLDEN["markov2-V4-K2"]
     p, q = (scripts.law_of_two(case[law], case["V"]) for law in "pq")
     with _engine(p, q, k=case["K"], branches=2, lane="process") as engine:
-        tokens = scripts.texts(engine, case["start"], 2500, case["L"])
+        tokens = scripts.texts(engine, case["start"], 2000, case["L"])
         assert engine.stats()["hits"] > 100
     counts = scripts.joint(tokens, case["V"])
     assert oracles.follows(counts, np.array(case["target_joint"]))
@@ -72,7 +73,7 @@ def test_next_round_has_the_law_given_hit_and_given_miss(rule: str, fallback: st
     options = {"rule": rule, "fallback": fallback, "ranking": "noise", "reproducible": False}
     next_tokens: dict[tuple[int, int, str], Counter[int]] = defaultdict(Counter)
     with _engine(p, q, k=3, branches=3, **options) as engine:
-        params = [scripts.sampled(seed, 40) for seed in range(300)]
+        params = [scripts.sampled(seed, 40) for seed in range(160)]
         for output in engine.generate([[0, 1]] * len(params), params):
             text = [0, 1, *output.token_ids]
             for its in output.rounds[1:]:
@@ -84,7 +85,7 @@ def test_next_round_has_the_law_given_hit_and_given_miss(rule: str, fallback: st
         counts = np.array([found[token] for token in range(vocab)])
         sums[asked] += counts.sum()
         assert oracles.chi_square_p(counts, p[a * vocab + b].numpy()) > 1e-6, (a, b, asked)
-    assert min(sums.values()) > 500
+    assert min(sums.values()) > 200
 
 
 class _ExtraIsDraft(Speculator):

@@ -124,7 +124,7 @@ def test_logits_of_every_round_equal_a_fresh_forward() -> None:
         speculator, verifier = engine.lane.speculator, engine.verifier
         verify = verifier.verify
 
-        def record(turn, draft, keys):
+        def record(turn, draft, sampling, keys):
             base, count = int(turn.base[0]), int(draft.num_draft[0])
             for offset in range(count + 1):
                 seen["draft"][base + offset] = speculator.chain.logits[0, offset].clone()
@@ -138,7 +138,7 @@ def test_logits_of_every_round_equal_a_fresh_forward() -> None:
 
             verifier.model.extend = extend
             try:
-                return verify(turn, draft, keys)
+                return verify(turn, draft, sampling, keys)
             finally:
                 verifier.model.extend = forward
 
