@@ -1,0 +1,194 @@
+"""Row ops as torch ops: schemas that tell the truth, graphs without breaks, nothing that waits."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from bench.traffic import Meter
+from saguaro_kernels import (
+    Keys,
+    Sample,
+    Sampling,
+    row_stats,
+    saguaro_sample,
+    sample_workspace_size,
+)
+from saguaro_kernels.distribution import launch
+
+IMPLS = ("reference", "triton")
+ROWS, VOCAB = 3, 40
+
+
+def _inputs(device, filtered: bool = True):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(ROWS, VOCAB, generator=generator).to(device)
+    temperature = torch.tensor([1.0, 0.0, 0.6], device=device)
+    sampling = Sampling(temperature)
+    if filtered:
+        k = torch.tensor([0, 3, 9], dtype=torch.int32, device=device)
+        sampling = Sampling(temperature, k, temperature * 0 + 0.9, temperature * 0)
+    row = torch.arange(ROWS, device=device)
+    return logits, sampling, Keys(row, row + 5)
+
+
+def _sample_arguments(device, impl):
+    logits, sampling, keys = _inputs(device)
+    out = saguaro_sample(logits, sampling, keys, offset=0, top_f=2, impl="reference")
+    downweight = torch.full((ROWS,), 0.5, device=device)
+    return (
+        logits, *vars(sampling).values(), keys.seed, keys.base, None, 0, 0, 2, downweight, None,
+        impl, *vars(out).values(), None,
+    )  # fmt: skip
+
+
+def _stats_arguments(device, impl):
+    logits, sampling, _ = _inputs(device)
+    out = row_stats(logits, sampling, impl="reference")
+    return (logits, *vars(sampling).values(), None, impl, *vars(out).values())
+
+
+def _geometric_arguments(device, impl):
+    logits, sampling, _ = _inputs(device)
+    stats = row_stats(logits, sampling, impl="reference")
+    return (
+        logits, sampling.temperature, stats.cutoff, stats.cutoff_id, stats.max, stats.log_sum, impl,
+        logits.softmax(1),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("row_stats", _stats_arguments),
+        ("saguaro_sample", _sample_arguments),
+        ("geometric_row", _geometric_arguments),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_opcheck(name, arguments, impl, device):
+    torch.library.opcheck(getattr(torch.ops.saguaro, name).default, arguments(device, impl))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_compiles_without_a_graph_break(impl, device):
+    logits, sampling, keys = _inputs(device)
+
+    def step(logits, temperature, top_k, seed, base):
+        given = Sampling(temperature, top_k)
+        sample = saguaro_sample(logits * 1.0, given, Keys(seed, base), offset=1, top_f=4, impl=impl)
+        return sample.tokens + 1, sample.top_ids, row_stats(logits, given, impl=impl).lse
+
+    arguments = (logits, sampling.temperature, sampling.top_k, keys.seed, keys.base)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for got, want in zip(compiled(*arguments), step(*arguments), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_steady_round_allocates_and_waits_for_nothing(monkeypatch, device):
+    # What a captured graph needs: over 100 steps every buffer and every other argument is the same.
+    logits, sampling, keys = _inputs(device)
+    out = saguaro_sample(logits, sampling, keys, offset=0, top_f=2, impl="reference")
+    workspace = torch.empty(
+        sample_workspace_size(ROWS, VOCAB, 2, 0), dtype=torch.int64, device=device
+    )
+    seen = []
+
+    def record(*plans):
+        for kernel, grid, arguments in plans:
+            seen[-1].append((kernel.fn.__name__, grid, sorted(map(_identity, arguments.items()))))
+
+    monkeypatch.setattr(launch, "_run", record)
+    for _ in range(100):
+        seen.append([])
+        saguaro_sample(
+            logits, sampling, keys, offset=0, top_f=2, impl="triton", out=out, workspace=workspace
+        )
+    assert [name for name, *_ in seen[0]] == [
+        "_row_cutoff_kernel", "_row_scan_kernel", "_row_merge_kernel",
+    ]  # fmt: skip
+    assert all(step == seen[0] for step in seen)
+    monkeypatch.undo()
+    with Meter() as meter:
+        got = saguaro_sample(
+            logits, sampling, keys, offset=0, top_f=2, impl="triton", out=out, workspace=workspace
+        )
+    assert isinstance(got, Sample)
+    assert meter.launches == 3
+    assert meter.syncs == 0
+    assert not meter.wide_writes(VOCAB)
+
+
+def _identity(item):
+    name, value = item
+    is_tensor = isinstance(value, torch.Tensor)
+    return (name, (value.data_ptr(), value.shape) if is_tensor else value).__repr__()
+
+
+def test_shapes_share_their_binaries(monkeypatch, device):
+    # No constant of a kernel follows B, V or an integer that varies; integers are not specialised
+    # on, which test_integers_of_compiled_kernels sees.
+    seen = set()
+
+    def record(*plans):
+        for kernel, _, arguments in plans:
+            fixed = {n: v for n, v in arguments.items() if n.isupper() or n == "num_warps"}
+            kinds = {n: v.dtype for n, v in arguments.items() if isinstance(v, torch.Tensor)}
+            seen.add((kernel.fn.__name__, str(sorted(fixed.items())), str(sorted(kinds.items()))))
+
+    monkeypatch.setattr(launch, "_run", record)
+    for rows in (1, 2, 8, 64):
+        for vocab in (16, 96, 8192, 32768, 128256, 262144):
+            logits = torch.zeros(rows, vocab, device=device)
+            row = torch.zeros(rows, dtype=torch.int64, device=device)
+            for top_f in (5, 8):
+                saguaro_sample(
+                    logits, Sampling(row.float()), Keys(row, row), offset=rows, top_f=top_f,
+                    impl="triton",
+                )  # fmt: skip
+    assert len(seen) == 2  # the scan and the merge
+
+
+ADDRESSES = """
+import re
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from saguaro_kernels.distribution import compile_cases
+for name, kernel, signature, constexprs, num_warps in compile_cases():
+    if not name.endswith(("top32-bf16", "fp16-filtered-C")):
+        continue
+    full = {a: signature.get(a, "constexpr") for a in kernel.arg_names}
+    source = ASTSource(kernel, full, constexprs, {})
+    built = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+    text = built.asm["ttir"]
+    free = {p.name for p in kernel.params if p.do_not_specialize}
+    print("specialised", [a for a, t in signature.items() if t == "i32" and a not in free])
+    for stride in ("stride", "stride_b", "stride_i"):
+        if stride in signature:
+            print(name, stride, len(re.findall(r"arith.extsi %" + stride + r"\\b.*i64", text)),
+                  len(re.findall(r"arith.muli [^:]*%" + stride + r"\\b[^:]*: i32", text)))
+"""
+
+
+def test_integers_of_compiled_kernels():
+    # Row offsets are products of 64 bits, and no integer argument makes a binary of its own.
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-c", ADDRESSES], env=environment, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    lines = re.findall(r"^(\S+) (\S+) (\d+) (\d+)$", run.stdout, re.MULTILINE)
+    assert {name.rpartition("_kernel")[0] for name, *_ in lines} == {
+        "row_scan", "row_merge", "row_cutoff",
+    }  # fmt: skip
+    assert set(re.findall(r"^specialised (.*)$", run.stdout, re.MULTILINE)) == {"[]"}
+    for name, stride, widened, narrow in lines:
+        assert int(widened) >= 1, (name, stride)
+        assert int(narrow) == 0, (name, stride)
