@@ -70,11 +70,13 @@ def chain_speculative_sampling(
     check_tensor("target_probs", target_probs, shape, FLOATS, device, contiguous_last=True)
     tokens = draft_token_ids.to(torch.int64)
     num_draft = torch.full((num_requests,), num_steps, dtype=torch.int32, device=device)
-    counts = [maybe_output_accepted_token_num, maybe_output_emitted_draft_token_num]
-    for i, name in enumerate(("accepted_token_num", "emitted_draft_token_num")):
-        if counts[i] is None:
-            counts[i] = torch.zeros(num_requests, dtype=torch.int32, device=device)
-        check_tensor(f"maybe_output_{name}", counts[i], (num_requests,), torch.int32, device)
+    accepted, emitted = (
+        torch.zeros(num_requests, dtype=torch.int32, device=device) if count is None else count
+        for count in (maybe_output_accepted_token_num, maybe_output_emitted_draft_token_num)
+    )
+    per_request = (num_requests,)
+    check_tensor("maybe_output_accepted_token_num", accepted, per_request, torch.int32, device)
+    check_tensor("maybe_output_emitted_draft_token_num", emitted, per_request, torch.int32, device)
     passing = torch.empty_like(num_draft)
     mass = draft_probs.sum(-1, dtype=torch.float32)
     verdict = run(
@@ -92,9 +94,9 @@ def chain_speculative_sampling(
         inputs=Inputs(target_probs=True, draft_probs=True, num_passing=passing),
         impl=impl,
     )
-    counts[0].add_(passing)
-    counts[1].add_(verdict.num_accepted)
-    return verdict.tokens.to(torch.int32), counts[0], counts[1]
+    accepted.add_(passing)
+    emitted.add_(verdict.num_accepted)
+    return verdict.tokens.to(torch.int32), accepted, emitted
 
 
 def rejection_sample(

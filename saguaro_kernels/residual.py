@@ -124,7 +124,7 @@ def _row(r, stride, ALIGNED: tl.constexpr):
 @triton.jit
 def _scan_side(
     row_ptr, cutoff_ptr, cutoff_id_ptr, temperature, r, split, tiles, vocab, BLOCK_V: tl.constexpr
-):  # fmt: skip
+):
     cutoff, cutoff_id = _load_edge(cutoff_ptr, cutoff_id_ptr, r)
     p = (row_ptr, r * 0, temperature, 0.0, 0.0, cutoff, cutoff_id)
     max_, total, _, arg = _scan_split(
@@ -243,7 +243,6 @@ def _residual_tile(
     log_p, log_q = _load_pair(p, q, None, None, None, ids, vocab, draft_vocab, False, False, MASKED)
     probs = tl.exp(log_p)
     excess = tl.maximum(scale * probs - tl.exp(log_q), 0.0)
-    # Beyond the row, an empty row's one id excepted, log p is -inf.
     if probs_ptr is not None:
         probs = tl.where(total > _MASS_FLOOR, excess / total, probs)
         tl.store(probs_ptr + r * vocab + ids, probs, mask=ids < vocab)
@@ -347,9 +346,9 @@ def residual(
     if scale is not None:
         check_tensor("scale", scale, (rows,), torch.float32, device)
     out = Residual(
-        torch.empty((rows, vocab), dtype=torch.float32, device=device),
-        torch.empty(rows, dtype=torch.float32, device=device),
-        torch.empty(rows, dtype=torch.int32, device=device),
+        torch.empty((rows, vocab), device=device, dtype=torch.float32),
+        torch.empty(rows, device=device, dtype=torch.float32),
+        torch.empty(rows, device=device, dtype=torch.int32),
     )
     torch.ops.saguaro.residual(
         target_logits, draft_logits, *vars(target_sampling).values(),
@@ -370,33 +369,32 @@ def _residual(target_logits: torch.Tensor, draft_logits: torch.Tensor, *argument
         for value, tensor in zip(vars(result).values(), out, strict=True):
             tensor.copy_(value)
         return
-    *small, scale = (t if t is None else t.contiguous() for t in (*target, *draft, scale))
-    sampling = Sampling(*small[:4]), Sampling(*small[4:])
-    _residual_launch(target_logits, draft_logits, *sampling, scale, Residual(*out))
+    small: list[Any] = [t if t is None else t.contiguous() for t in (*target, *draft, scale)]
+    both, scale = (Sampling(*small[:4]), Sampling(*small[4:8])), small[8]
+    _residual_launch(target_logits, draft_logits, *both, scale, Residual(*out))
 
 
 def compile_cases() -> list[tuple[str, object, dict, dict, int]]:
     """Binaries to compile ahead of time: (name, kernel, signature, constexprs, num_warps)."""
+    edges = {
+        "cutoff_ptr": "*fp32", "cutoff_id_ptr": "*i64", "draft_cutoff_ptr": "*fp32",
+        "draft_cutoff_id_ptr": "*i64",
+    }  # fmt: skip
     pointers = {
         "mass_ptr": "*fp32", "probs_ptr": "*fp32", "total_ptr": "*fp32", "status_ptr": "*i32",
         "part_ptr": "*fp32", "part_arg_ptr": "*i32", "target_ptr": "*bf16", "draft_ptr": "*bf16",
         "scale_ptr": "*fp32", "temperature_ptr": "*fp32", "draft_temperature_ptr": "*fp32",
         **{name: "i32" for name in _INTEGERS},
     }  # fmt: skip
-    edges = {
-        "cutoff_ptr": "*fp32", "cutoff_id_ptr": "*i64", "draft_cutoff_ptr": "*fp32",
-        "draft_cutoff_id_ptr": "*i64",
-    }  # fmt: skip
     config, cases = VerifyConfig(), []
-    blocks = {"ALIGNED": True, "BLOCK_V": config.block_v, "BLOCK_S": config.max_splits}
+    values = {"ALIGNED": True, "BLOCK_V": config.block_v, "BLOCK_S": config.max_splits}
     for name, kernel, types in (
         ("stats", _residual_stats_kernel, pointers),
         ("stats-filtered", _residual_stats_kernel, {**pointers, **edges}),
         ("mass", _residual_kernel, {k: v for k, v in pointers.items() if k != "probs_ptr"}),
-        ("probs", _residual_kernel, pointers),
         ("probs-filtered", _residual_kernel, {**pointers, **edges}),
     ):
         signature = {n: types[n] for n in kernel.arg_names if n in types}
-        constexprs = {n: blocks.get(n) for n in kernel.arg_names if n not in signature}
+        constexprs = {n: values.get(n) for n in kernel.arg_names if n not in signature}
         cases.append((f"residual-{name}-bf16", kernel, signature, constexprs, config.num_warps))
     return cases

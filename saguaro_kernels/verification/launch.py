@@ -10,6 +10,7 @@ import triton
 from .._launch import on_device
 from ..distribution import Sampling
 from ..distribution.launch import row_cutoff_launch
+from ..errors import ShapeError
 from ..rng import Keys
 from .contract import Draft, Inputs, Verdict
 from .kernels import (
@@ -18,6 +19,9 @@ from .kernels import (
     _verify_mass_kernel,
     _verify_stats_kernel,
 )
+
+MAX_REQUESTS = 65535
+"""What the second and third dimension of a launch hold."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,8 @@ def _verify_launch(
     num_requests, num_steps = draft.tokens.shape
     if num_requests == 0:
         return
+    if num_requests > MAX_REQUESTS:
+        raise ShapeError(f"draft.tokens: got {num_requests} requests, want at most {MAX_REQUESTS}")
     vocab = target_logits.shape[-1]
     config = config or VerifyConfig()
     splits, tiles = config.split(vocab)

@@ -118,11 +118,11 @@ def _verify(target_logits: torch.Tensor, *arguments: Any) -> None:
     }
     if draft_temperature is not None:
         small["sampling"] = Sampling(draft_temperature.contiguous())
-    contiguous = Sampling(*(value if value is None else value.contiguous() for value in sampling))
+    filters = (value if value is None else value.contiguous() for value in sampling[1:])
     _verify_launch(
         target_logits,
         Draft(**small),
-        contiguous,
+        Sampling(sampling[0].contiguous(), *filters),
         Keys(seed.contiguous(), base.contiguous()),
         out=out,
         workspace=workspace,
@@ -174,8 +174,11 @@ def _check(
     if draft.logits is None:
         return
     check("draft.row_index", draft.row_index, per_draft, torch.int64)
-    shape = (*per_draft, None) if draft.row_index is None else (None, None)
-    check_tensor("draft.logits", draft.logits, shape, FLOATS, device, contiguous_last=True)
+    flat = draft.row_index is not None
+    leading = (None,) if flat else per_draft
+    check_tensor(
+        "draft.logits", draft.logits, (*leading, None), FLOATS, device, contiguous_last=True
+    )
     if draft.bias is not None:
         shape = (*per_draft, draft.logits.shape[-1])
         check_tensor("draft.bias", draft.bias, shape, torch.float32, device, contiguous_last=True)

@@ -107,10 +107,10 @@ def _block_rule(
     broken: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """k [B] = max{i: u_i < h_i} and log a_0..a_K [B, K+1]."""
-    log_a = [log_ratio.new_zeros((log_ratio.shape[0], 1))]
-    for i in range(log_ratio.shape[1]):
-        log_a.append((log_a[-1] + log_ratio[:, i : i + 1]).clamp(max=0))
-    log_a = torch.cat(log_a, 1)
+    scales = [log_ratio.new_zeros((log_ratio.shape[0], 1))]
+    for ratio in log_ratio.split(1, dim=1):
+        scales.append((scales[-1] + ratio).clamp(max=0))
+    log_a = torch.cat(scales[: log_ratio.shape[1] + 1], 1)
     a = log_a[:, 1:].exp()
     # R_i <= a_i. R = a makes h = a: right for the last draft, for a = 1, and for u >= a, which
     # fails whatever R is. Only the others, after the last sure success, need their R. A row
@@ -221,19 +221,25 @@ def _log_q(rows: _TargetRows, draft: Draft, b: torch.Tensor, i: torch.Tensor) ->
     z_token = _gather(z, own_token)
     width = z.shape[1]
     z = torch.where((own >= 0) & (own < width), z[:, own.clamp(0, width - 1)], -torch.inf)
-    lse, scale = -draft.logq[b, i].to(rows.dtype), (None, None, None)
+    assert draft.logq is not None and draft.sampling is not None  # checked with the logits
+    lse, downweight = -draft.logq[b, i].to(rows.dtype), None
+    scale_logit = _scalar(draft.scale_logit, b, i, rows.dtype, torch.inf)
+    scale_id = _scalar(draft.scale_id, b, i, torch.int64, PAD)
     if draft.downweight is not None:
-        scale = draft.scale_logit[b, i], draft.scale_id[b, i], draft.downweight[b]
+        downweight = draft.downweight[b]
         # lse counts from a scaled token, log q(d) already holds its log C.
-        scaled = is_within_reference(z_token[:, None], own_token[:, None], *scale[:2])[:, 0]
-        lse = torch.where(scaled, lse + scale[2].to(rows.dtype).log(), lse)
+        edge = scale_logit, scale_id
+        scaled = is_within_reference(z_token[:, None], own_token[:, None], *edge)[:, 0]
+        lse = torch.where(scaled, lse + downweight.to(rows.dtype).log(), lse)
     log_q = log_prob_reference(
         z,
         torch.where(is_point, 1.0, draft.sampling.temperature[b]),
         _scalar(draft.cutoff, b, i, rows.dtype, -torch.inf),
         _scalar(draft.cutoff_id, b, i, torch.int64, PAD),
         lse,
-        *scale,
+        scale_logit,
+        scale_id,
+        downweight,
         ids=own,
         anchor=z_token,
     )
@@ -258,6 +264,7 @@ def _is_one_hot(draft: Draft) -> torch.Tensor:
     """[B] bool: requests whose drafts are deterministic proposals."""
     if draft.logits is None:
         return torch.ones_like(draft.num_draft, dtype=torch.bool)
+    assert draft.sampling is not None  # checked with the logits
     one_hot = draft.sampling.temperature <= 0
     return one_hot if draft.one_hot is None else one_hot | draft.one_hot
 
