@@ -62,6 +62,7 @@ class Engine:
         self.scheduler = Scheduler(config, built)
         self.spans: list[Span] = []
         self._undrafted = ChainStore((config.max_batch,), 0, 1, torch.float32)
+        self._held: set[int] = set()
         self._busy_s = 0.0
 
     def add(self, prompt: Prompt, params: SamplingParams = _GREEDY) -> Request:
@@ -177,6 +178,7 @@ class Engine:
         admissions = self.scheduler.admit()
         for new in admissions:
             self.model.allocate(new.row, new.slots)
+            self._held.add(new.row)
         if admissions and self.lane:
             self.lane.admit(admissions)
         for new in admissions:
@@ -186,7 +188,8 @@ class Engine:
 
     def _release(self) -> None:
         rows = self.scheduler.left()
-        for row in rows:
+        for row in self._held.intersection(rows):
+            self._held.remove(row)
             self.model.release(row)
         if rows and self.lane:
             self.lane.release(rows)

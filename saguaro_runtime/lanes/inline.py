@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from ..metrics import Span
 from ..round import Admission, Turn
 from ..speculator import Speculator
 from .base import Reply
+
+_T = TypeVar("_T")
 
 
 class InlineLane:
@@ -17,18 +22,28 @@ class InlineLane:
         self.off: str | None = None
 
     def admit(self, admissions: list[Admission]) -> None:
-        self.speculator.admit(admissions)
+        self._try(lambda: self.speculator.admit(admissions))
 
     def release(self, rows: list[int]) -> None:
-        self.speculator.release(rows)
+        self._try(lambda: self.speculator.release(rows))
 
     def next_chain(self, turn: Turn) -> Reply | None:
-        hit = self.speculator.next_chain(turn)
-        self.speculator.look_ahead()
-        return Reply(hit)
+        hit = self._try(lambda: self.speculator.next_chain(turn))
+        self._try(self.speculator.look_ahead)
+        return None if hit is None else Reply(hit)
 
     def spans(self) -> list[Span]:
         return self.speculator.timeline.drain()
+
+    def _try(self, work: Callable[[], _T]) -> _T | None:
+        """Run a part of the draft's work; if it fails, drafting ends and the target goes on."""
+        if self.off:
+            return None
+        try:
+            return work()
+        except Exception as error:
+            self.off = f"the draft failed: {type(error).__name__}: {error}"
+            return None
 
     def close(self) -> None:
         self.off = self.off or "closed"

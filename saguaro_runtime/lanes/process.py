@@ -24,6 +24,8 @@ from .memory import Arena, padded_bytes
 from .worker import Setup
 
 _START_TIMEOUT_S = 300.0
+_FURTHEST_BEHIND = 64
+"""Turns a draft may leave unanswered; far fewer than fill the pipe, where a send would block."""
 _START = "import sys; from saguaro_runtime.lanes.worker import main; main(int(sys.argv[1]))"
 _LOST = (EOFError, OSError)
 
@@ -55,6 +57,7 @@ class ProcessLane:
         """
         self.off: str | None = None
         self._timeout_s, self._ready, self._unanswered = timeout_s, False, 0
+        self._asked_spans = False
         self._spans: list[Span] = []
         sizes = ((rows,), speculator["draft_len"], vocab_size, dtype)
         arena = Arena(_store_bytes(*sizes))
@@ -109,6 +112,8 @@ class ProcessLane:
         _, *tensors = (getattr(turn, field.name) for field in dataclasses.fields(turn))
         while self._unanswered and self._answer(0.0) is not None:
             pass
+        if self._unanswered > _FURTHEST_BEHIND:
+            self._lose(f"the draft process fell {_FURTHEST_BEHIND} rounds behind")
         # A draft that is still at an earlier turn is not waited for again until it has caught up.
         timeout_s = 0.0 if self._unanswered else self._timeout_s
         self._send(("turn", turn.number, [tensor.numpy() for tensor in tensors]))
@@ -123,10 +128,11 @@ class ProcessLane:
         return Reply(hit)
 
     def spans(self) -> list[Span]:
-        if not self._unanswered:
+        if not self._unanswered and not self._asked_spans:
             self._send(("spans",))
-            answer = self._receive(self._timeout_s)
-            self._spans.extend(answer[1] if answer else [])
+            self._asked_spans = True
+        if self._asked_spans and not self._unanswered:
+            self._receive(self._timeout_s)
         spans, self._spans = self._spans, []
         return spans
 
@@ -155,6 +161,8 @@ class ProcessLane:
     def _answer(self, timeout_s: float) -> Any:
         """The answer to the oldest turn that has none, or None; its spans are kept."""
         answer = self._receive(timeout_s)
+        while answer is not None and answer[0] == "spans":  # asked for before, and late
+            answer = self._receive(timeout_s)
         if answer is not None:
             self._unanswered -= 1
             self._spans.extend(answer[3])
@@ -168,6 +176,9 @@ class ProcessLane:
             if not self._connection.poll(timeout_s):
                 return None
             answer = self._connection.recv()
+            if answer[0] == "spans":
+                self._asked_spans = False
+                self._spans.extend(answer[1])
         except (*_LOST, pickle.UnpicklingError):
             self._lose()
             return None
