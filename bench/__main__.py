@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,9 +89,7 @@ def main(arguments: Sequence[str]) -> int:
     # Kernels run in the interpreter where there is no GPU, and triton reads this when imported.
     if "TRITON_INTERPRET" not in os.environ and not _has_gpu():
         environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "2"}
-        return subprocess.run(
-            [sys.executable, "-m", __package__ or "bench", *arguments], env=environment, check=False
-        ).returncode
+        os.execve(sys.executable, [sys.executable, "-m", __package__, *arguments], environment)
     return run(options, beside_peers=command == "traffic")
 
 

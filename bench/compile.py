@@ -225,8 +225,8 @@ def main(arguments: Sequence[str]) -> int:
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         # In the interpreter a kernel is no longer one: start afresh without it.
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        command = [sys.executable, "-m", __package__ or "bench", "compile", *arguments]
-        return subprocess.run(command, env=environment, check=False).returncode
+        command = [sys.executable, "-m", __package__, "compile", *arguments]
+        os.execve(sys.executable, command, environment)
     targets = [target for target in options.targets.split(",") if target]
     binaries = compile_all(
         options.package, options.pattern, targets, first=options.first, jobs=options.jobs
