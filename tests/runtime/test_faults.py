@@ -60,11 +60,16 @@ def test_a_stalled_draft_process_is_not_waited_for_twice(wanted: list[int], no_l
         assert engine.stats()["speculation"] == "on"
 
 
-def test_a_draft_that_was_late_catches_up(wanted: list[int], no_leaks: None) -> None:
+def test_a_draft_that_was_late_catches_up(no_leaks: None) -> None:
+    params = SamplingParams(max_new_tokens=200)
+    with scripts.engine(scripts.model(P), None, method="ar") as engine:
+        wanted = engine.generate([1, 2], params)[0].token_ids
     with scripts.engine(
         scripts.model(P, extend_s=0.02), scripts.model(Q), lane="process", draft_timeout_s=0.2
     ) as engine:
-        request = _steps(engine, 3)
+        request = engine.add([1, 2], params)
+        for _ in range(3):
+            engine.step()
         os.kill(engine.lane.pid, signal.SIGSTOP)
         for _ in range(3):
             engine.step()
