@@ -34,8 +34,8 @@ SHAPES = [
         (3, 1, DTYPES[:1]),
         (4, 2, DTYPES),
         (12, 97, DTYPES),
-        (4, 8192, DTYPES),
-        (4, 8193, DTYPES),
+        (2, 8192, DTYPES),
+        (3, 8193, DTYPES[:1]),
         (2, 32003, DTYPES[1:2]),
         (1, 128256, DTYPES[1:2]),
     )
@@ -125,11 +125,11 @@ def test_kernel_matches_reference_and_law(rows, vocab, dtype, device):
         assert_law(probs[r], law)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("impl", IMPLS)
 def test_mixtures_of_filters(impl, seed, device):
     # The reference against many laws; the kernel in small blocks, so that its searches cross tiles.
-    rows, vocab = (84, 701) if impl == "reference" else (14, 301)
+    rows, vocab = (84, 701) if impl == "reference" else (14, 201)
     dtype = DTYPES[seed % 3]
     logits = make_rows(rows, vocab, dtype, seed, device)
     sampling = make_sampling(rows, vocab, device, seed)
@@ -197,9 +197,10 @@ def test_ties_go_to_the_lowest_ids(impl, device):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_broken_rows_are_marked_and_leave_their_neighbours_alone(impl, device):
-    good = make_rows(1, 4500, device=device)[0]
+    vocab = 2060  # two tiles
+    good = make_rows(1, vocab, device=device)[0]
     logits = good.repeat(6, 1)
-    logits[1, 4321] = torch.nan
+    logits[1, 2050] = torch.nan
     logits[2, 0] = torch.inf
     logits[3] = -torch.inf
     logits[4] = torch.nan
@@ -211,7 +212,7 @@ def test_broken_rows_are_marked_and_leave_their_neighbours_alone(impl, device):
     ):
         stats = row_stats(logits, sampling, impl=impl)
         assert stats.status.tolist() == [0, Status.NAN, Status.NAN, Status.EMPTY, Status.NAN, 0]
-        assert ((stats.argmax >= 0) & (stats.argmax < 4500)).all()
+        assert ((stats.argmax >= 0) & (stats.argmax < vocab)).all()
         assert stats.argmax[[3, 4]].tolist() == [0, 0]
         # The bad entries count as -inf.
         assert stats.argmax[1] == stats.argmax[0]
@@ -220,7 +221,7 @@ def test_broken_rows_are_marked_and_leave_their_neighbours_alone(impl, device):
             assert value[0] == value[5], name
         # A row without a law is one-hot on id 0.
         probs = log_prob(logits, sampling, stats).exp()
-        assert torch.equal(probs[[3, 4]], torch.eye(4500, device=device)[[0, 0]])
+        assert torch.equal(probs[[3, 4]], torch.eye(vocab, device=device)[[0, 0]])
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -279,7 +280,7 @@ def test_outputs_are_written_once_and_nothing_else(impl, device):
 
 
 def test_a_row_does_not_depend_on_its_batch(device):
-    logits, sampling = make_rows(7, 5000, device=device), make_sampling(7, 5000, device)
+    logits, sampling = make_rows(7, 2060, device=device), make_sampling(7, 2060, device)
     stats = row_stats(logits, sampling, impl="triton")
     order = torch.tensor([3, 6, 0, 0, 5, 1, 2, 4], device=device)
     shuffled = Sampling(*(value[order] for value in vars(sampling).values()))
@@ -291,7 +292,7 @@ def test_a_row_does_not_depend_on_its_batch(device):
 @pytest.mark.parametrize("config", [ScanConfig(256, 3, 4, 4), ScanConfig(8192, 64, 8, 4)],
                          ids=("small", "large"))  # fmt: skip
 def test_a_row_does_not_depend_on_the_blocks(config, device):
-    logits, sampling = make_rows(7, 5000, device=device), make_sampling(7, 5000, device)
+    logits, sampling = make_rows(7, 2060, device=device), make_sampling(7, 2060, device)
     want = row_stats(logits, sampling, impl="triton")
     out = RowStats(**{name: torch.empty_like(value) for name, value in vars(want).items()})
     row_scan_launch(
