@@ -30,6 +30,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "demo": Command("saguaro_runtime.demo", "compare AR, SD and SSD on a small real pair"),
     "generate": Command("saguaro_runtime.cli_generate", "generate with any two models"),
+    "plan": Command("saguaro_runtime.planner.cli", "which K, branches and fallback, and how fast"),
     "doctor": Command("saguaro_runtime.doctor", "what this machine has and what would be used"),
 }
 # bench is installed under a name of its own; in a checkout it is the folder of that name.
