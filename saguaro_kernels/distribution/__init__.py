@@ -88,15 +88,12 @@ def row_stats(
     """
     implementation = resolve_impl(impl, logits.device)
     check_rows(logits, sampling, bias)
-    rows = logits.shape[:1]
     if out is None:
-        ids, floats = {"dtype": torch.int64}, {"dtype": torch.float32}
-        out = RowStats(
-            *(logits.new_empty(rows, **floats) for _ in range(3)),
-            *(logits.new_empty(rows, **ids) for _ in range(2)),
-            logits.new_empty(rows, dtype=torch.int32),
-            logits.new_empty(rows, **floats),
-        )
+        row = logits.shape[:1]
+        max_, lse, cutoff, log_sum = logits.new_empty((4, *row), dtype=torch.float32)
+        argmax, cutoff_id = logits.new_empty((2, *row), dtype=torch.int64)
+        status = logits.new_empty(row, dtype=torch.int32)
+        out = RowStats(max_, lse, cutoff, argmax, cutoff_id, status, log_sum)
     torch.ops.saguaro.row_stats(
         logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, bias,
         implementation, out.max, out.lse, out.cutoff, out.argmax, out.cutoff_id, out.status,

@@ -292,7 +292,7 @@ class _Workspace:
 
 def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
     """(name, kernel, signature, constexprs, num_warps) of variants that a launch can choose."""
-    cases = {}
+    cases: dict[str, Any] = {}
     for name, dtype, vocab, filtered, top_f, scale_f, biased in (
         ("plain-bf16", torch.bfloat16, 128256, False, 0, 0, False),
         ("top32-bf16", torch.bfloat16, 128256, False, 32, 0, False),

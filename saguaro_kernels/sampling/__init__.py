@@ -11,6 +11,8 @@ Source: Gumbel-max, Maddison et al. 1411.0030; C is Definition 14 of 2603.03251.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .._launch import Impl, resolve_impl
@@ -84,7 +86,7 @@ def saguaro_sample(
     """
     implementation = resolve_impl(impl, logits.device)
     _check_options(scheme, top_f, scale_f, downweight, target_logits)
-    if scheme == "geometric":
+    if target_logits is not None:
         if bias is not None or out is not None:
             raise ConfigError("bias, out: want None with scheme='geometric'")
         sample, _ = sample_geometric(
@@ -136,12 +138,13 @@ def _check_options(
 
 def _empty_sample(logits: torch.Tensor, top_f: int) -> Sample:
     rows = logits.shape[0]
-    dtypes = (torch.int64, *[torch.float32] * 4, torch.int64, torch.int64)
+    tokens, cutoff_id, scale_id = logits.new_empty((3, rows), dtype=torch.int64)
+    logq, lse, cutoff, scale_logit = logits.new_empty((4, rows), dtype=torch.float32)
+    top_ids = logits.new_empty((rows, top_f), dtype=torch.int64)
+    top_logits = logits.new_empty((rows, top_f), dtype=torch.float32)
+    status = logits.new_empty(rows, dtype=torch.int32)
     return Sample(
-        *(logits.new_empty(rows, dtype=dtype) for dtype in dtypes),
-        logits.new_empty((rows, top_f), dtype=torch.int64),
-        logits.new_empty((rows, top_f), dtype=torch.float32),
-        logits.new_empty(rows, dtype=torch.int32),
+        tokens, logq, lse, cutoff, scale_logit, cutoff_id, scale_id, top_ids, top_logits, status
     )
 
 
@@ -160,9 +163,9 @@ def _saguaro_sample(
     downweight: torch.Tensor | None,
     bias: torch.Tensor | None,
     impl: str,
-    *tensors: torch.Tensor | None,
+    *tensors: Any,
 ) -> None:
-    """saguaro::saguaro_sample."""
+    """saguaro::saguaro_sample; `tensors` are the Sample's and the workspace, or None for it."""
     *fields, workspace = tensors
     sampling, out = Sampling(temperature, top_k, top_p, min_p), Sample(*fields)
     if impl == "reference":

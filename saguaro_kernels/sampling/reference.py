@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..distribution import Sampling
@@ -36,59 +38,34 @@ def saguaro_sample_reference(
 ) -> Sample:
     """See `saguaro_sample`. float64 logits are drawn in float64; greedy rows draw no noise."""
     rows, vocab = logits.shape
-    temperature, filters = sampling.temperature, [*vars(sampling).values()][1:]
+    temperature = sampling.temperature
     greedy = temperature <= 0
-    scaling = downweight is not None and 0 < scale_f < vocab
-    count = min(max(top_f, scale_f + 1 if scaling else 0), vocab)
+    if not 0 < scale_f < vocab:
+        downweight = None  # scaling every id changes nothing
+    count = min(max(top_f, 0 if downweight is None else scale_f + 1), vocab)
     noise, noise_row = _noise(keys, offset, stream, vocab, greedy)
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    reciprocal = reciprocal_reference(temperature, dtype)
-    parts = []
+    reciprocal = reciprocal_reference(temperature, torch.promote_types(logits.dtype, torch.float32))
     part_rows = min(max(1, _PART_LOGITS // vocab), rows)
     # Written again by every part: fresh memory would cost more than what is done in it.
-    buffers = torch.empty((3, part_rows, vocab), dtype=dtype, device=logits.device)
+    buffers = logits.new_empty((3, part_rows, vocab), dtype=reciprocal.dtype)
+    parts = []
     for start in range(0, max(rows, 1), max(part_rows, 1)):
-        part = slice(start, start + part_rows)
-        z, weight, exp = buffers[:, : len(logits[part])]
-        z, top, bad = load_reference(logits[part], None if bias is None else bias[part], z)
-        lowest = torch.finfo(z.dtype).min
-        chosen = [None if value is None else value[part] for value in filters]
-        cutoff, cutoff_id = cutoff_reference(z, Sampling(temperature[part], *chosen))
-        if any(value is not None for value in chosen):
-            ids = torch.arange(vocab, device=z.device)
-            kept = is_within_reference(z, ids, cutoff, cutoff_id) | greedy[part, None]
-            z = torch.where(kept, z, -torch.inf)
-        ranked, order = largest_reference(z, count)
-        # Log-weights relative to the maximum; a greedy row's are those of T = 1.
-        torch.sub(z, top.clamp(min=lowest)[:, None], out=weight).mul_(reciprocal[part, None])
-        if scaling:
-            # Scaling every kept id changes nothing.
-            scaled = (ranked[:, scale_f] > -torch.inf) & ~greedy[part]
-            log_scale = torch.where(scaled, downweight[part].to(z.dtype).log(), 0.0)
-            log_scale.clamp_(min=lowest)  # times 0 below
-            weight.scatter_add_(1, order[:, :scale_f], log_scale[:, None].expand(-1, scale_f))
-            largest = weight.amax(-1).clamp(min=lowest)
-            torch.sub(weight, largest[:, None], out=exp).exp_()
-            log_sum = exp.sum(-1).log_().add_(largest)
-        else:
-            log_sum = torch.exp(weight, out=exp).sum(-1).log_()
-        for score, i in zip(weight, noise_row[part].tolist(), strict=True):
-            if i >= 0:
-                score += noise[i]
-        token = argmax_reference(weight)
-        log_token = (z.gather(1, token[:, None])[:, 0] - top) * reciprocal[part]
-        if scaling:
-            log_token += log_scale * (order[:, :scale_f] == token[:, None]).any(1)
-        parts.append((top, bad, cutoff, cutoff_id, ranked, order, log_sum, token, log_token))
+        per_row: list[Any] = [
+            None if value is None else value[start : start + part_rows]
+            for value in (
+                logits, *vars(sampling).values(), reciprocal, noise_row, downweight, bias
+            )
+        ]  # fmt: skip
+        drawn = _draw(*per_row, noise=noise, count=count, scale_f=scale_f, buffers=buffers)
+        parts.append(drawn)
     top, bad, cutoff, cutoff_id, ranked, order, log_sum, token, log_token = (
         torch.cat(field) for field in zip(*parts, strict=True)
     )
-
     empty = top == -torch.inf
     one_hot = greedy | empty
     log_sum, token = log_sum.masked_fill(empty, 0.0), token.masked_fill(empty, 0)
     scale_logit, scale_id = torch.full_like(top, torch.inf), torch.full_like(token, PAD)
-    if scaling:
+    if downweight is not None:
         scaled = (ranked[:, scale_f] > -torch.inf) & ~greedy
         scale_logit = torch.where(scaled, ranked[:, scale_f - 1], scale_logit)
         scale_id = torch.where(scaled, order[:, scale_f - 1], scale_id)
@@ -107,6 +84,54 @@ def saguaro_sample_reference(
         top_logits=top_logits,
         status=status_reference(top, bad),
     )
+
+
+def _draw(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    min_p: torch.Tensor | None,
+    reciprocal: torch.Tensor,
+    noise_row: torch.Tensor,
+    downweight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *,
+    noise: torch.Tensor,
+    count: int,
+    scale_f: int,
+    buffers: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Of a few rows: maximum, bad, cut, `count` largest, normaliser, token and its log-weight."""
+    z, weight, exp = buffers[:, : len(logits)]
+    z, top, bad = load_reference(logits, bias, z)
+    greedy, lowest = temperature <= 0, torch.finfo(z.dtype).min
+    cutoff, cutoff_id = cutoff_reference(z, Sampling(temperature, top_k, top_p, min_p))
+    if top_k is not None or top_p is not None or min_p is not None:
+        ids = torch.arange(z.shape[1], device=z.device)
+        kept = is_within_reference(z, ids, cutoff, cutoff_id) | greedy[:, None]
+        z = torch.where(kept, z, -torch.inf)
+    ranked, order = largest_reference(z, count)
+    # Log-weights relative to the maximum; a greedy row's are those of T = 1.
+    torch.sub(z, top.clamp(min=lowest)[:, None], out=weight).mul_(reciprocal[:, None])
+    if downweight is None:
+        log_sum = torch.exp(weight, out=exp).sum(-1).log_()
+    else:
+        scaled = (ranked[:, scale_f] > -torch.inf) & ~greedy
+        log_scale = torch.where(scaled, downweight.to(z.dtype).log(), 0.0)
+        log_scale.clamp_(min=lowest)  # times 0 below
+        weight.scatter_add_(1, order[:, :scale_f], log_scale[:, None].expand(-1, scale_f))
+        largest = weight.amax(-1).clamp(min=lowest)
+        torch.sub(weight, largest[:, None], out=exp).exp_()
+        log_sum = exp.sum(-1).log_().add_(largest)
+    for score, i in zip(weight, noise_row.tolist(), strict=True):
+        if i >= 0:
+            score += noise[i]
+    token = argmax_reference(weight)
+    log_token = (z.gather(1, token[:, None])[:, 0] - top) * reciprocal
+    if downweight is not None:
+        log_token += log_scale * (order[:, :scale_f] == token[:, None]).any(1)
+    return top, bad, cutoff, cutoff_id, ranked, order, log_sum, token, log_token
 
 
 def _noise(
