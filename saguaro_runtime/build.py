@@ -104,11 +104,18 @@ def choose_lane(config: EngineConfig) -> str:
 def share_cores(config: EngineConfig, lane: Lane | None) -> Callable[[], None]:
     """Set this process's CPU threads; returns the call that sets them back."""
     before = torch.get_num_threads()
+    used: list[bool] = []
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     elif isinstance(lane, ProcessLane):
         torch.set_num_threads(max(1, (os.cpu_count() or 1) - config.draft_threads))
-    return lambda: torch.set_num_threads(before)
+
+    def restore() -> None:
+        if not used:
+            used.append(True)
+            torch.set_num_threads(before)
+
+    return restore
 
 
 def _check_device(name: str, model: Any) -> None:

@@ -93,10 +93,12 @@ class EngineConfig:
             ("draft_threads", 1, 1024),
         ):
             value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise ConfigError(f"{name}: got {value}, want {low}..{high}")
-        if self.draft_timeout_s <= 0:
-            raise ConfigError(f"draft_timeout_s: got {self.draft_timeout_s}, want > 0")
+            if value is None and name == "threads":
+                continue
+            if not isinstance(value, int) or not low <= value <= high:
+                raise ConfigError(f"{name}: got {value}, want an integer in {low}..{high}")
+        if not 0 < self.draft_timeout_s <= 1e6:
+            raise ConfigError(f"draft_timeout_s: got {self.draft_timeout_s}, want in (0, 1e6]")
 
     @property
     def draft_len(self) -> int:

@@ -8,7 +8,9 @@ decides only what the drafter does: nothing ("ar"), chains ("sd"), or chains and
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +20,7 @@ from saguaro_kernels.errors import ConfigError
 
 from .build import build_lane, build_target, share_cores
 from .config import EngineConfig
-from .metrics import Counts, Span, Timeline, mean_ms, overlap
+from .metrics import KEPT_SPANS, Counts, Span, Timeline, mean_ms, overlap
 from .requests import Output, Prompt, Request, SamplingParams
 from .round import ChainStore
 from .scheduler import Scheduler
@@ -60,7 +62,7 @@ class Engine:
             self.model, rule=config.rule, impl=config.impl, timeline=self.timeline
         )
         self.scheduler = Scheduler(config, built)
-        self.spans: list[Span] = []
+        self.spans: deque[Span] = deque(maxlen=KEPT_SPANS)
         self._undrafted = ChainStore((config.max_batch,), 0, 1, torch.float32)
         self._held: set[int] = set()
         self._busy_s = 0.0
@@ -103,7 +105,7 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] = _GREEDY,
     ) -> list[Output]:
         """Decode prompts to their ends; outputs in order, one prompt gives a list of one."""
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
         several: Sequence[Any] = [prompts] if single else list(prompts)
         each = [params] * len(several) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(several):
@@ -176,15 +178,21 @@ class Engine:
     def _admit(self) -> None:
         """Let waiting requests in; the draft prefills while the target does."""
         admissions = self.scheduler.admit()
-        for new in admissions:
-            self.model.allocate(new.row, new.slots)
-            self._held.add(new.row)
-        if admissions and self.lane:
-            self.lane.admit(admissions)
-        for new in admissions:
-            if len(new.prompt) > 1:
-                with self.timeline.span("prefill"):
-                    self.model.prefill(new.row, torch.tensor(new.prompt[:-1]))
+        try:
+            for new in admissions:
+                self.model.allocate(new.row, new.slots)
+                self._held.add(new.row)
+            if admissions and self.lane:
+                self.lane.admit(admissions)
+            for new in admissions:
+                if len(new.prompt) > 1:
+                    with self.timeline.span("prefill"):
+                        self.model.prefill(new.row, torch.tensor(new.prompt[:-1]))
+        except BaseException:
+            # Their keys are incomplete: what comes after them would be decoded from nothing.
+            self.scheduler.fail([new.row for new in admissions])
+            self._release()
+            raise
 
     def _release(self) -> None:
         rows = self.scheduler.left()

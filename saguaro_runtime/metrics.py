@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import json
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +16,7 @@ Source = Literal["first", "asked", "hit", "miss"]
 demand, where nothing is prepared; the outcome before it was prepared; or it could have been and
 was not."""
 
-_KEPT_SPANS = 200_000
+KEPT_SPANS = 200_000
 
 
 class Span(NamedTuple):
@@ -32,7 +33,7 @@ class Timeline:
 
     def __init__(self, lane: str) -> None:
         self.lane = lane
-        self.spans: deque[Span] = deque(maxlen=_KEPT_SPANS)
+        self.spans: deque[Span] = deque(maxlen=KEPT_SPANS)
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -47,29 +48,36 @@ class Timeline:
         return spans
 
 
-def mean_ms(spans: list[Span], name: str) -> float:
+def mean_ms(spans: Iterable[Span], name: str) -> float:
     """Mean length of the spans called `name`, in milliseconds; 0 where there are none."""
     times = [span.end - span.start for span in spans if span.name == name]
     return 1e3 * sum(times) / len(times) if times else 0.0
 
 
-def overlap(spans: list[Span], inner: str, outer: str) -> float:
+def overlap(spans: Iterable[Span], inner: str, outer: str) -> float:
     """Share of the time of `inner` spans inside `outer` spans of other lanes, in [0, 1]."""
-    outers = sorted((span.start, span.end, span.lane) for span in spans if span.name == outer)
     total = covered = 0.0
+    outers: dict[str, list[Span]] = {}
+    for span in spans:
+        if span.name == outer:
+            outers.setdefault(span.lane, []).append(span)  # one after another, as they ended
+    starts = {lane: [span.start for span in its] for lane, its in outers.items()}
     for span in spans:
         if span.name != inner:
             continue
         total += span.end - span.start
-        covered += sum(
-            max(0.0, min(end, span.end) - max(start, span.start))
-            for start, end, lane in outers
-            if lane != span.lane
-        )
+        for lane, its in outers.items():
+            if lane != span.lane:
+                first = max(bisect.bisect_right(starts[lane], span.start) - 1, 0)
+                last = bisect.bisect_left(starts[lane], span.end)
+                covered += sum(
+                    max(0.0, min(other.end, span.end) - max(other.start, span.start))
+                    for other in its[first:last]
+                )
     return covered / total if total else 0.0
 
 
-def trace_events(spans: list[Span]) -> str:
+def trace_events(spans: Iterable[Span]) -> str:
     """The spans as a JSON text that chrome://tracing and Perfetto open; one row per lane."""
     lanes = sorted({span.lane for span in spans})
     events = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -45,13 +44,16 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        whole = isinstance(self.max_new_tokens, int) and isinstance(self.seed, int)
+        _require("max_new_tokens, seed", (self.max_new_tokens, self.seed), "integers", whole)
         _require("max_new_tokens", self.max_new_tokens, ">= 0", self.max_new_tokens >= 0)
-        finite = math.isfinite(self.temperature)
-        _require("temperature", self.temperature, ">= 0", finite and self.temperature >= 0)
-        _require("top_k", self.top_k, ">= 1", self.top_k is None or self.top_k >= 1)
+        _require("temperature", self.temperature, "in [0, 1e6]", 0 <= self.temperature <= 1e6)
+        its = self.top_k
+        good = its is None or (isinstance(its, int) and 1 <= its < 2**31)
+        _require("top_k", its, "an integer in [1, 2^31)", good)
         _require("top_p", self.top_p, "in (0, 1]", self.top_p is None or 0 < self.top_p <= 1)
         _require("min_p", self.min_p, "in [0, 1]", self.min_p is None or 0 <= self.min_p <= 1)
         _require("seed", self.seed, "in [-2^63, 2^63)", -(2**63) <= self.seed < 2**63)
@@ -177,7 +179,13 @@ class Request:
                     break
         if self.finish_reason is None and self.remaining <= 0:
             self.finish_reason = "length"
-        if self.finish_reason is not None and self.stream is not None:
+        if self.finish_reason is not None:
+            self.finish(self.finish_reason)
+
+    def finish(self, reason: FinishReason) -> None:
+        """End the request, if it has not ended by itself."""
+        self.finish_reason = self.finish_reason or reason
+        if self.stream is not None:
             self.stream.finish()
 
     def take_text(self) -> str:

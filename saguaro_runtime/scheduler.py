@@ -102,10 +102,10 @@ class Scheduler:
         for index, row in enumerate(turn.rows.tolist()):
             request, count = self._running[row], accepted[index]
             found, before = hit is not None and bool(hit[index]), request.length
-            if status[index] in _BROKEN:
-                request.finish_reason = "error"
-            else:
-                request.commit(tokens[index][: count + 1])
+            broken = status[index] in _BROKEN
+            request.commit(tokens[index][: count if broken else count + 1])
+            if broken:
+                request.finish("error")
             source = self._source(row, found)
             committed = request.length - before
             request.rounds.append(Round(before, drafted[index], committed, source))
@@ -122,10 +122,17 @@ class Scheduler:
     def cancel(self, request: Request) -> None:
         if request.finish_reason is not None:
             return
-        request.finish_reason = "cancelled"
+        request.finish("cancelled")
         if request in self._waiting:
             self._waiting.remove(request)
         else:
+            self._leave(request)
+
+    def fail(self, rows: list[int]) -> None:
+        """End the requests of `rows`, which the models could not take in."""
+        for row in rows:
+            request = self._running[row]
+            request.finish("error")
             self._leave(request)
 
     def left(self) -> list[int]:

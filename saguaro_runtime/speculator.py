@@ -61,6 +61,7 @@ class Speculator:
         self.acceptance = AcceptanceModel(draft_len)
         self._features = self.acceptance.features(*torch.zeros(2, rows, draft_len))
         self._expected = torch.zeros(rows, dtype=torch.bool)
+        self._held: set[int] = set()
         self._turn: Turn | None = None
         self._redrafted = torch.zeros(rows, dtype=torch.bool)
 
@@ -69,6 +70,7 @@ class Speculator:
         for new in admissions:
             self.table.set(new.row, new.params)
             self.model.allocate(new.row, new.slots + self.scratch_slots)
+            self._held.add(new.row)
             self.chain.num_draft[new.row] = 0
             if len(new.prompt) > 1:
                 with self.timeline.span("prefill"):
@@ -81,7 +83,8 @@ class Speculator:
         return (self.draft_len + 1) * (self.branches + 1)
 
     def release(self, rows: list[int]) -> None:
-        for row in rows:
+        for row in self._held.intersection(rows):
+            self._held.remove(row)
             self.model.release(row)
 
     def next_chain(self, turn: Turn) -> torch.Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
-from saguaro_kernels import Keys, Sampling
+from saguaro_kernels import Keys, Sampling, Status
 from saguaro_kernels._launch import Impl
 from saguaro_kernels.verification import Draft, Verdict, verify
 
@@ -26,4 +28,13 @@ class Verifier:
         with self.timeline.span("verify"):
             with self.timeline.span("target_forward"):
                 logits = self.model.extend(turn.rows, tokens, (turn.base - 1).to(torch.int32))
-            return verify(logits, draft, sampling, keys, rule=self.rule, impl=self.impl)
+            verdict = verify(logits, draft, sampling, keys, rule=self.rule, impl=self.impl)
+        return _only_used_rows(verdict, logits) if bool(verdict.status.any()) else verdict
+
+
+def _only_used_rows(verdict: Verdict, logits: torch.Tensor) -> Verdict:
+    """A broken row behind the extra token's is not the text's: only rows 0..k count."""
+    used = torch.arange(logits.shape[1]) <= verdict.num_accepted[:, None]
+    legal = (logits < torch.inf).all(-1) & (logits > -torch.inf).any(-1)
+    status = verdict.status.masked_fill((legal | ~used).all(-1), int(Status.OK))
+    return dataclasses.replace(verdict, status=status)

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import weakref
+from collections import deque
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 
 from saguaro_kernels.errors import ConfigError, SaguaroError
 
-from ..metrics import Span
+from ..metrics import KEPT_SPANS, Span
 from ..round import Admission, ChainStore, Turn
 from .base import Reply
 from .memory import Arena, padded_bytes
@@ -58,11 +59,11 @@ class ProcessLane:
         self.off: str | None = None
         self._timeout_s, self._ready, self._unanswered = timeout_s, False, 0
         self._asked_spans = False
-        self._spans: list[Span] = []
+        self._spans: deque[Span] = deque(maxlen=KEPT_SPANS)
         sizes = ((rows,), speculator["draft_len"], vocab_size, dtype)
+        model_fd = _file_of(model)
         arena = Arena(_store_bytes(*sizes))
         self.chain = ChainStore(*sizes, allocate=arena.allocate)
-        model_fd = _file_of(model)
         ours, theirs = socket.socketpair()
         inherited = (theirs.fileno(), arena.fd, model_fd)
         self._process = subprocess.Popen(
@@ -133,7 +134,8 @@ class ProcessLane:
             self._asked_spans = True
         if self._asked_spans and not self._unanswered:
             self._receive(self._timeout_s)
-        spans, self._spans = self._spans, []
+        spans = list(self._spans)
+        self._spans.clear()
         return spans
 
     def close(self) -> None:

@@ -273,3 +273,34 @@ def test_asking_for_numbers_while_the_draft_is_slow(wanted: list[int]) -> None:
             engine.step()
             engine.stats()
         assert request.token_ids == wanted
+
+
+@pytest.mark.parametrize("method", ["allocate", "prefill"])
+def test_a_request_that_could_not_be_taken_in_is_not_decoded(method: str) -> None:
+    target = _Fails(P, method, 1)
+    with scripts.engine(target, scripts.model(Q)) as engine:
+        request = engine.add([1, 2], GREEDY)
+        with pytest.raises(RuntimeError, match=f"{method} failed"):
+            engine.step()
+        assert engine.step() == []
+        assert request.finish_reason == "error" and request.token_ids == []
+        assert target.held == engine.lane.speculator.model.held == set()
+
+
+@pytest.mark.parametrize("method", ["ar", "sd", "ssd"])
+def test_broken_rows_end_the_text_where_they_stand_and_no_sooner(method: str) -> None:
+    """The target is broken after 3, 5, which the draft proposes and the target never says."""
+    law = torch.full((36, 6), 1e-9)
+    for last in range(6):
+        law[last::6, (last + 1) % 6] = 1.0  # counts upwards ..
+    draft = law.clone()
+    draft[3::6] = 1e-9
+    draft[3::6, 5] = 1.0  # .. but the draft goes from 3 to 5
+    target = scripts.model(law)
+    target.logits[3 * 6 + 5] = float("nan")
+    with scripts.engine(target, scripts.model(draft), method=method) as engine:
+        output = engine.generate([0, 1], SamplingParams(max_new_tokens=12))[0]
+        assert output.token_ids == [(2 + i) % 6 for i in range(12)]
+        target.logits[4 * 6 + 5] = float("nan")
+        output = engine.generate([0, 1], SamplingParams(max_new_tokens=12))[0]
+        assert output.token_ids == [2, 3, 4, 5] and output.finish_reason == "error"

@@ -15,13 +15,14 @@ from saguaro_runtime.planner import ssd_vs_sd
 VERIFY_S = 0.1
 K = 4
 STEP_S = 0.75 * VERIFY_S / K
+TREE_STEP_S = 0.6 * VERIFY_S / (K + 1)
 P = scripts.random_law(8, seed=1)
 Q = scripts.random_law(8, seed=2, near=P)
 
 
 def _run(method: str) -> dict:
     target = ScriptedModel(P, extend_s=VERIFY_S)
-    draft = ScriptedModel(Q, extend_s=STEP_S, tree_s=STEP_S)
+    draft = ScriptedModel(Q, extend_s=STEP_S, tree_s=TREE_STEP_S)
     with scripts.engine(
         target, draft, method=method, lane="process", k=K, branches=16, ranking="noise", max_batch=1
     ) as engine:

@@ -176,6 +176,7 @@ def test_text_needs_a_tokenizer() -> None:
         {"max_new_tokens": -1}, {"temperature": -0.1}, {"temperature": float("nan")},
         {"temperature": float("inf")}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5},
         {"min_p": -0.1}, {"min_p": 1.1}, {"seed": 2**63}, {"stop": ("",)},
+        {"top_k": 2**31}, {"top_k": 1.5}, {"temperature": 1e39}, {"max_new_tokens": 2.5},
     ],
 )  # fmt: skip
 def test_sampling_parameters_are_checked(wrong: dict) -> None:
@@ -188,7 +189,7 @@ def test_sampling_parameters_are_checked(wrong: dict) -> None:
     [
         {"method": "magic"}, {"rule": "beam"}, {"k": 0}, {"k": 65}, {"branches": 0},
         {"ranking": "x"}, {"fallback": "x"}, {"lane": "x"}, {"max_batch": 0}, {"impl": "x"},
-        {"draft_timeout_s": 0.0}, {"threads": 0},
+        {"draft_timeout_s": 0.0}, {"draft_timeout_s": float("inf")}, {"threads": 0}, {"k": 2.5},
     ],
 )  # fmt: skip
 def test_engine_options_are_checked(wrong: dict) -> None:
