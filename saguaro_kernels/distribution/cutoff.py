@@ -18,6 +18,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .bins import (
+    _bin_shift,
+    _bins_of,
+    _mass_of_k,
+    _narrow_count,
+    _narrow_mass,
+    _part_of,
+    _weight,
+    _weight_of,
+)
 from .rows import (
     _LAST_ID,
     _NEG_INF,
@@ -29,50 +39,10 @@ from .rows import (
     _order_bits,
     _reciprocal,
     _row_start,
-    _value_of_bits,
+    _value_of,
 )
 
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
-_FIXED_POINT = tl.constexpr(float(2**40))  # masses are summed as integers: in any order the same
-
-
-@triton.jit
-def _value_of(order, GRAIN: tl.constexpr):
-    """The logit of an order, GRAIN low bits restored (of negatives they are ones)."""
-    if GRAIN > 0:
-        low = tl.where(order < 0, (1 << GRAIN) - 1, 0)
-        return _value_of_bits((order << GRAIN) | low)
-    else:
-        return _value_of_bits(order)
-
-
-@triton.jit
-def _weight(z, top, reciprocal):
-    """exp((z - max) / T) in fixed point."""
-    return (tl.exp((z - top) * reciprocal) * _FIXED_POINT + 0.5).to(tl.int64)
-
-
-@triton.jit
-def _weight_of(order, top, reciprocal, GRAIN: tl.constexpr):
-    """Weight of an order; 0 for those below -inf's, which are no numbers."""
-    z = _value_of(order, GRAIN)
-    return _weight(tl.where(z == z, z, _NEG_INF), top, reciprocal)
-
-
-@triton.jit
-def _bin_shift(low, high, LOG_BINS: tl.constexpr):
-    """The least s with (high - low) >> s < BINS."""
-    span = high.to(tl.int64) - low.to(tl.int64)
-    return tl.sum(((span >> (LOG_BINS + tl.arange(0, 32))) > 0).to(tl.int32), axis=0)
-
-
-@triton.jit
-def _bin_orders(low, high, shift, BINS: tl.constexpr):
-    """The lowest and the highest order of every bin; bins past the bracket are clipped to it."""
-    j = tl.arange(0, BINS).to(tl.int64)
-    start = high.to(tl.int64)
-    lows, highs = start - ((j + 1) << shift) + 1, start - (j << shift)
-    return tl.maximum(lows, low).to(tl.int32), tl.maximum(highs, low).to(tl.int32)
 
 
 @triton.jit
@@ -125,62 +95,6 @@ def _count_tile(
         if HAS_P:
             mass_above_k += tl.sum(tl.where(above, weight, 0), axis=0)
     return (hist_k, hist_p, above_k), (mass, mass_above_k, mass_above, mass_below)
-
-
-@triton.jit
-def _narrow_count(hist, above, k, lows, highs, BINS: tl.constexpr):
-    """The bracket (low, high) of the k-th id, its bin, how many of the bin are kept, and its size.
-
-    Where all of a bin is kept, the bracket is the empty one just below the bin.
-    """
-    total = above + tl.cumsum(hist, axis=0)
-    j = tl.minimum(tl.sum((total < k).to(tl.int32), axis=0), BINS - 1)
-    size = _at(hist, j, BINS)
-    need = k - (_at(total, j, BINS) - size)
-    low, high = _at(lows, j, BINS), _at(highs, j, BINS)
-    whole = need >= size
-    edge = tl.where(whole, low - 1, high)
-    return tl.where(whole, low - 1, low), edge, j, need, size, whole
-
-
-@triton.jit
-def _mass_of_k(hist, weights_low, weights_high, above, j, need, BINS: tl.constexpr):
-    """Bounds of the mass of the k ids kept, of which the last `need` lie in bin j."""
-    before = tl.where(tl.arange(0, BINS) < j, hist, 0).to(tl.int64)
-    counts = before + tl.where(tl.arange(0, BINS) == j, need, 0)
-    low, high = tl.sum(counts * weights_low, axis=0), tl.sum(counts * weights_high, axis=0)
-    return above + low, above + high
-
-
-@triton.jit
-def _part_of(mass, p):
-    """ceil(p mass), at least 1: the mass to be reached."""
-    return tl.maximum(tl.ceil(mass.to(tl.float64) * p.to(tl.float64)).to(tl.int64), 1)
-
-
-@triton.jit
-def _narrow_mass(
-    hist, weights_low, weights_high, above, inside, goal_low, goal_high, lows, highs,
-    BINS: tl.constexpr,
-):  # fmt: skip
-    """The bracket of the id that reaches the goal, the size of it, and bounds of the mass above it.
-
-    What is known only between bounds (the goal, a bin's mass) widens the bracket, never shifts it.
-    """
-    count = hist.to(tl.int64)
-    mass_low, mass_high = count * weights_low, count * weights_high
-    to_low, to_high = tl.cumsum(mass_low, axis=0), tl.cumsum(mass_high, axis=0)
-    rest_low, rest_high = tl.sum(mass_low, axis=0) - to_low, tl.sum(mass_high, axis=0) - to_high
-    reached_low = above + tl.maximum(to_low, inside - rest_high)
-    reached_high = above + tl.minimum(to_high, inside - rest_low)
-    first = tl.minimum(tl.sum((reached_high < goal_low).to(tl.int32), axis=0), BINS - 1)
-    last = tl.minimum(tl.sum((reached_low < goal_high).to(tl.int32), axis=0), BINS - 1)
-    last = tl.maximum(first, last)
-    j = tl.arange(0, BINS)
-    size = tl.sum(tl.where((j >= first) & (j <= last), hist, 0), axis=0)
-    before_low = tl.where(first > 0, _at(reached_low, first - 1, BINS), above)
-    before_high = tl.where(first > 0, _at(reached_high, first - 1, BINS), above)
-    return _at(lows, last, BINS), _at(highs, first, BINS), size, before_low, before_high
 
 
 @triton.jit
@@ -330,14 +244,6 @@ def _later_pass(
 
 
 @triton.jit
-def _bins_of(low, high, top, reciprocal, GRAIN: tl.constexpr, LOG_BINS: tl.constexpr):
-    """Lowest and highest order of every bin of a bracket, and their weights."""
-    lows, highs = _bin_orders(low, high, _bin_shift(low, high, LOG_BINS), 1 << LOG_BINS)
-    weights_low = _weight_of(lows, top, reciprocal, GRAIN)
-    return lows, highs, weights_low, _weight_of(highs, top, reciprocal, GRAIN)
-
-
-@triton.jit
 def _find_cutoff(
     row_ptr, bias_row_ptr, vocab, reciprocal, k, p, by_k, by_p, min_p, temperature,
     HAS_K: tl.constexpr, HAS_P: tl.constexpr, GRAIN: tl.constexpr, BLOCK: tl.constexpr,
@@ -351,7 +257,7 @@ def _find_cutoff(
     # What is known of the last kept id: its order, how many of its ties are kept, how many exist.
     zero = tl.full([], 0, tl.int32)
     need_k, size_k, need_p, size_p = zero, zero, zero, zero
-    done_k, done_p = by_k == 0, by_p == 0
+    done_k, done_p, bottom = by_k == 0, by_p == 0, low_p
     passes = 0
     while ((done_k & done_p) == 0) & (passes < 16):
         counts, masses = _later_pass(
@@ -381,16 +287,17 @@ def _find_cutoff(
                     low_p, high_p, top, reciprocal, GRAIN, LOG_BINS
                 )
                 goal_low, goal_high = _part_of(goal_low, p), _part_of(goal_high, p)
-                low_p, high_p, size_p, before_low, before_high = _narrow_mass(
+                low_p, high_p, bottom, size_p, before_low, before_high, here = _narrow_mass(
                     hist_p, weights_low, weights_high, mass_above, mass - mass_above - mass_below,
-                    goal_low, goal_high, lows, highs, BINS,
+                    goal_low, goal_high, lows, highs, low_p, high_p, bottom, BINS,
                 )  # fmt: skip
                 each = tl.maximum(_weight_of(high_p, top, reciprocal, GRAIN), 1)
                 least = tl.cdiv(tl.maximum(goal_low - before_high, 1), each)
                 most = tl.cdiv(tl.maximum(goal_high - before_low, 1), each)
                 need_p = tl.minimum(most, size_p).to(tl.int32)
-                alone = size_p <= 1
-                done_p = alone | ((low_p == high_p) & (tl.minimum(least, size_p) == need_p))
+                alone = here & (size_p <= 1)
+                known = here & (low_p == high_p) & (tl.minimum(least, size_p) == need_p)
+                done_p = alone | known
                 if alone:  # the one id of the bracket is the last one kept
                     low_p, high_p, need_p, size_p = low_p - 1, low_p - 1, 0, 0
         passes += 1

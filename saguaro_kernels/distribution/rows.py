@@ -107,6 +107,16 @@ def _value_of_bits(order):
 
 
 @triton.jit
+def _value_of(order, GRAIN: tl.constexpr):
+    """The logit of order bits in units of 2^GRAIN: the bits left out are ones in negatives."""
+    if GRAIN > 0:
+        low = tl.where(order < 0, (1 << GRAIN) - 1, 0)
+        return _value_of_bits((order << GRAIN) | low)
+    else:
+        return _value_of_bits(order)
+
+
+@triton.jit
 def _rank_key(z, ids):
     """int64, larger for a larger logit, then for a lower id; all keys of a row differ."""
     return (_order_bits(z).to(tl.int64) << 32) | (ids ^ _LAST_ID).to(tl.int64)

@@ -425,6 +425,23 @@ def test_reads_in_the_worst_case(device):
         assert_same_stats(got, row_stats_reference(logits, sampling))
 
 
+def test_the_mass_is_reached_where_values_are_far_apart(device):
+    # The bin of the last kept id reaches the goal only if its id lies high in it, and the next
+    # value is far below: narrowing the bracket to both would never end.
+    logits = torch.full((2, 600), -78.0, device=device)
+    logits[:, 5], logits[:, 300] = -76.0, -77.0
+    logits[1, 200:] -= 0.5 * torch.arange(400, device=device)
+    sampling = Sampling(
+        torch.full((2,), 2.0, device=device),
+        torch.tensor([2, 599], dtype=torch.int32, device=device),
+        torch.tensor([0.9999, 0.0249], device=device),
+    )
+    with Meter() as meter:
+        got = row_stats(logits, sampling, impl="triton")
+    assert_same_stats(got, row_stats_reference(logits, sampling))
+    assert meter.bytes_read / logits.nbytes <= 9
+
+
 def test_unfiltered_rows_are_read_once(device):
     vocab = 128256
     logits = make_rows(1, vocab, torch.bfloat16, device=device)
