@@ -48,15 +48,16 @@ def argmax_reference(x: torch.Tensor) -> torch.Tensor:
 
 def largest_reference(z: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The `count` largest of each row and their ids, in order; equal ones by id, lowest first."""
-    values = np.empty((len(z), count), z.cpu().numpy().dtype)
-    ids = np.empty((len(z), count), np.int64)
-    for i, row in enumerate(z.cpu().numpy() if count else ()):
-        least = np.partition(row, len(row) - count)[-count]
-        candidates = np.flatnonzero(row >= least)
-        order = np.argsort(-row[candidates], kind="stable")[:count]
-        ids[i] = candidates[order]
-        values[i] = row[ids[i]]
-    return torch.from_numpy(values).to(z.device), torch.from_numpy(ids).to(z.device)
+    if count == 0 or len(z) == 0:
+        return z[:, :count], torch.empty((len(z), count), dtype=torch.int64, device=z.device)
+    values = z.cpu().numpy()
+    least = np.partition(values, values.shape[1] - count, axis=1)[:, -count]
+    rows, ids = np.nonzero(values >= least[:, None])
+    order = np.lexsort((-values[rows, ids], rows))  # stable: ids stay in order
+    first = np.searchsorted(rows, np.arange(len(values)))
+    ids = ids[order[first[:, None] + np.arange(count)]]
+    ids = torch.from_numpy(ids).to(z.device)
+    return z.gather(1, ids), ids
 
 
 def cutoff_reference(z: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
