@@ -13,6 +13,7 @@ Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (P
 from __future__ import annotations
 
 import enum
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,8 @@ _MULTIPLIER0, _MULTIPLIER1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _WEYL0, _WEYL1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 _BELOW_ONE = 1.0 - 2.0**-24
 _PART_WORDS = 1 << 16
+_LONG_ROW = 1 << 15
+_KEPT_ROWS = 128
 
 
 class Stream(enum.IntEnum):
@@ -77,14 +80,26 @@ def philox_reference(
     return factor[0], added[1], factor[1], added[0]
 
 
-def _words(keys: Keys, offset: torch.Tensor, stream: Stream, vocab: int) -> torch.Tensor:
-    """Words of ids 0..vocab-1, rounded: [R, vocab] float32. COUPLED adds the offset to the base."""
-    base = keys.base
+def _counters(
+    keys: Keys, offset: torch.Tensor | int, stream: Stream
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Seed, base and offset of each row as Philox takes them: COUPLED adds the offset to the base.
+
+    `offset`: an int or [R].
+    """
+    offset = torch.as_tensor(offset, device=keys.base.device).to(torch.int64).expand_as(keys.base)
     if stream is Stream.COUPLED:
-        base, offset = base + offset, torch.zeros_like(offset)
+        return keys.seed, keys.base + offset, torch.zeros_like(offset)
+    return keys.seed, keys.base, offset
+
+
+def _words(
+    seed: torch.Tensor, base: torch.Tensor, offset: torch.Tensor, stream: Stream, vocab: int
+) -> torch.Tensor:
+    """Words of ids 0..vocab-1 for [R] counters, rounded: [R, vocab] float32 on the CPU."""
     column = lambda word: word.cpu().numpy().astype(np.uint64)[:, None]  # noqa: E731
     lanes = philox_reference(
-        column(keys.seed),
+        column(seed),
         np.arange((vocab + 3) // 4, dtype=np.uint64)[None, :],
         column(base) & _WORD,
         column(offset) | np.uint64(int(stream) << 24),
@@ -96,32 +111,40 @@ def _words(keys: Keys, offset: torch.Tensor, stream: Stream, vocab: int) -> torc
     return torch.from_numpy(words.reshape(len(words), -1)[:, :vocab])
 
 
-def _as_offsets(keys: Keys, offset: torch.Tensor | int) -> torch.Tensor:
-    if isinstance(offset, torch.Tensor):
-        return offset.to(torch.int64).expand_as(keys.base)
-    return torch.full_like(keys.base, offset)
-
-
 def uniform_reference(keys: Keys, offset: torch.Tensor | int, stream: Stream) -> torch.Tensor:
     """One uniform per row in (0, 1), from id 0: [R] float32. `offset`: an int or [R]."""
-    words = _words(keys, _as_offsets(keys, offset), stream, 1)[:, 0]
+    words = _words(*_counters(keys, offset, stream), stream, 1)[:, 0]
     return words.add_(0.5).mul_(2.0**-32).clamp_(max=_BELOW_ONE).to(keys.base.device)
+
+
+def _gumbel(
+    seed: torch.Tensor, base: torch.Tensor, offset: torch.Tensor, stream: Stream, vocab: int
+) -> torch.Tensor:
+    words = _words(seed, base, offset, stream, vocab)
+    below = words.add_(0.5).mul_(-(2.0**-32)).clamp_(min=-_BELOW_ONE)
+    return below.log1p_().neg_().log_().neg_()
+
+
+@functools.lru_cache(maxsize=_KEPT_ROWS)
+def _long_row(seed: int, base: int, offset: int, stream: Stream, vocab: int) -> torch.Tensor:
+    """A row of noise, [vocab] float32, only to be read. Successive rounds share most of theirs."""
+    counters = torch.tensor([[seed], [base], [offset]])
+    return _gumbel(*counters, stream, vocab)[0]
 
 
 def distinct_gumbel_reference(
     keys: Keys, offset: torch.Tensor | int, stream: Stream, vocab: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Noise [D, vocab] float32 of the distinct keys, and which of them is each row's: [R] int64."""
-    triples = torch.stack((keys.seed, keys.base, _as_offsets(keys, offset)), dim=1)
-    distinct, row = torch.unique(triples, dim=0, return_inverse=True)
-    noise = torch.empty(len(distinct), vocab)
-    # Parts small enough for the cache: a large vocabulary goes row by row.
-    part_rows = max(1, _PART_WORDS // max(vocab, 1))
-    for part, out in zip(distinct.split(part_rows), noise.split(part_rows), strict=True):
-        seed, base, offsets = part.unbind(1)
-        words = _words(Keys(seed, base), offsets, stream, vocab)
-        below = words.add_(0.5).mul_(-(2.0**-32)).clamp_(min=-_BELOW_ONE)
-        torch.log(below.log1p_().neg_(), out=out).neg_()
+    counters = torch.stack(_counters(keys, offset, stream), dim=1)
+    distinct, row = torch.unique(counters, dim=0, return_inverse=True)
+    if vocab < _LONG_ROW:
+        # Parts small enough for a core's cache.
+        parts = distinct.split(max(1, _PART_WORDS // max(vocab, 1)))
+        rows = [_gumbel(*part.unbind(1), stream, vocab) for part in parts]
+    else:
+        rows = [_long_row(*counter, stream, vocab)[None] for counter in distinct.tolist()]
+    noise = torch.cat(rows) if rows else torch.empty(0, vocab)
     return noise.to(row.device), row
 
 

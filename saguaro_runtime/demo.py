@@ -74,10 +74,9 @@ def run(args: argparse.Namespace) -> int:
     prompts = read_prompts(pair.tokenizer, args.prompt)
     stream_answer(pair, variants[-1].config, prompts[0], params, out)
     rows = {}
-    with _bar(len(variants) * len(prompts), "measuring") as bar:
-        for variant in variants:
-            bar.set_description(variant.label)
-            run_one = measure_assisted if variant.name == "assisted" else measure
+    for variant in variants:
+        run_one = measure_assisted if variant.name == "assisted" else measure
+        with _bar(len(prompts), f"measuring {variant.label}") as bar:
             rows[variant.name] = run_one(pair, variant.config, prompts, params, bar.update)
     check = None
     if args.method == "all" and not args.no_check:
@@ -254,8 +253,11 @@ def load(target_path: str, draft_path: str, dtype: str) -> Pair:
 
 
 def _bar(total: int, what: str) -> Any:
-    """A progress bar on stderr where that is a terminal, else nothing."""
+    """A progress bar on stderr where that is a terminal, else a line."""
     from tqdm import tqdm
 
+    terminal = sys.stderr.isatty()
+    if not terminal:
+        print(what, file=sys.stderr, flush=True)
     shape = "{l_bar}{bar}| {n_fmt}/{total_fmt}"
-    return tqdm(total=total, desc=what, leave=False, disable=None, bar_format=shape)
+    return tqdm(total=total, desc=what, leave=False, disable=not terminal, bar_format=shape)

@@ -24,9 +24,7 @@ def noise_of_rows(
     keys: Keys, offset: torch.Tensor | int, stream: Stream, vocab: int
 ) -> torch.Tensor:
     """gumbel_reference without its search for equal keys: here all keys differ."""
-    words = rng._words(keys, rng._as_offsets(keys, offset), stream, vocab)
-    below = words.add_(0.5).mul_(-(2.0**-32)).clamp_(min=-rng._BELOW_ONE)
-    return below.log1p_().neg_().log_().neg_()
+    return rng._gumbel(*rng._counters(keys, offset, stream), stream, vocab)
 
 
 @pytest.fixture(autouse=True)

@@ -131,6 +131,11 @@ def test_noise_depends_on_nothing_but_its_key():
     for r, offset in enumerate((0, 0, 1, 0, 0)):
         alone = Keys(keys.seed[r : r + 1], keys.base[r : r + 1])
         assert torch.equal(gumbel_reference(alone, offset, Stream.DRAFT, 50)[0], noise[r, :50])
+    # And a longer one, whose rows are kept from call to call: writing into a result spoils nothing.
+    for _ in range(2):
+        longer = gumbel_reference(keys, torch.tensor([0, 0, 1, 0, 0]), Stream.DRAFT, 1 << 15)
+        assert torch.equal(longer[:, :103], noise)
+        longer.zero_()
     streams = torch.stack([gumbel_reference(keys, 0, s, 103)[0] for s in Stream])
     assert len(streams.flatten().unique()) == streams.numel()
 

@@ -237,7 +237,7 @@ def test_wrong_options_are_refused_before_anything_is_fetched(
 ) -> None:
     monkeypatch.setattr("saguaro_runtime.demo_model.load_pair", lambda: pytest.fail("fetched"))
     assert cli.main(["demo", "--k", "0"]) == 1
-    assert "k: got 0, want 1..64" in capsys.readouterr().err
+    assert "k: got 0, want an integer in 1..64" in capsys.readouterr().err
 
 
 def report(*line: str, check: Any = ("equal", None)) -> tuple[dict[str, Any], list[Variant]]:
