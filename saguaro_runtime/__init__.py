@@ -11,7 +11,9 @@ from saguaro_kernels.errors import (
 
 from .config import EngineConfig, Fallback
 from .engine import Engine, generate
-from .requests import Output, Request, SamplingParams
+from .params import LogitsProcessor, SamplingParams
+from .processors import Logprobs
+from .requests import Output, Request
 
 __all__ = [
     "ConfigError",
@@ -20,6 +22,8 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "Fallback",
+    "LogitsProcessor",
+    "Logprobs",
     "Output",
     "Request",
     "SaguaroError",

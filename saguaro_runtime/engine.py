@@ -21,7 +21,8 @@ from saguaro_kernels.errors import ConfigError
 from .build import build_lane, build_target, share_cores
 from .config import EngineConfig
 from .metrics import KEPT_SPANS, Counts, Span, Timeline, mean_ms, overlap
-from .requests import Output, Prompt, Request, SamplingParams
+from .params import SamplingParams
+from .requests import Output, Prompt, Request
 from .round import ChainStore
 from .scheduler import Scheduler
 from .verifier import Verifier
@@ -88,8 +89,9 @@ class Engine:
             store = self.lane.chain if self.lane and reply else self._undrafted
             sampling, keys = self.scheduler.sampling(turn), self.scheduler.keys(turn)
             draft = store.draft(turn.rows, sampling)
-            verdict = self.verifier.verify(turn, draft, sampling, keys)
-            finished = self.scheduler.commit(turn, draft, verdict, reply.hit if reply else None)
+            requests = self.scheduler.requests(turn)
+            judgement = self.verifier.verify(turn, draft, sampling, keys, requests)
+            finished = self.scheduler.commit(turn, draft, judgement, reply.hit if reply else None)
             self._release()
         self._busy_s += time.monotonic() - start
         return finished
@@ -188,9 +190,10 @@ class Engine:
                 if len(new.prompt) > 1:
                     with self.timeline.span("prefill"):
                         self.model.prefill(new.row, torch.tensor(new.prompt[:-1]))
-        except BaseException:
+        except BaseException as error:
             # Their keys are incomplete: what comes after them would be decoded from nothing.
-            self.scheduler.fail([new.row for new in admissions])
+            reason = f"{type(error).__name__}: {error}"
+            self.scheduler.fail([new.row for new in admissions], reason)
             self._release()
             raise
 

@@ -10,7 +10,7 @@ import torch
 from saguaro_kernels import PAD, Keys, Sampling
 from saguaro_kernels.verification import Draft
 
-from .requests import SamplingParams
+from .params import SamplingParams
 
 
 @dataclass(frozen=True)

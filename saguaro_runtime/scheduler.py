@@ -9,14 +9,17 @@ import torch
 
 from saguaro_kernels import Keys, Sampling, Status
 from saguaro_kernels.errors import ConfigError
-from saguaro_kernels.verification import Draft, Verdict
+from saguaro_kernels.verification import Draft
 
 from .build import Built
 from .config import EngineConfig
 from .metrics import Counts, Source
+from .params import SamplingParams
 from .policy import retry_length
-from .requests import Prompt, Request, Round, SamplingParams, TextStream
+from .processors import LogitsEditor
+from .requests import Prompt, Request, Round, TextStream
 from .round import Admission, RowTable, Turn
+from .verifier import Judgement
 
 _BROKEN = (Status.NAN, Status.EMPTY)
 """The target's own row has no law to draw from. A broken draft row costs speed and nothing else."""
@@ -64,7 +67,8 @@ class Scheduler:
             self._running[request.row] = request
             self._accepted[request.row] = -1
             self._table.set(request.row, request.params)
-            admissions.append(Admission(request.row, request.prompt, request.params, slots))
+            params = request.params.without_functions()
+            admissions.append(Admission(request.row, request.prompt, params, slots))
         return admissions
 
     def turn(self) -> Turn | None:
@@ -86,6 +90,10 @@ class Scheduler:
             retry=torch.full((len(requests),), retry, dtype=torch.int32),
         )
 
+    def requests(self, turn: Turn) -> list[Request]:
+        """The requests of the turn's rows, in its order."""
+        return [self._running[row] for row in turn.rows.tolist()]
+
     def sampling(self, turn: Turn) -> Sampling:
         return self._table.sampling(turn.rows)
 
@@ -93,19 +101,21 @@ class Scheduler:
         return self._table.keys(turn.rows, turn.base)
 
     def commit(
-        self, turn: Turn, draft: Draft, verdict: Verdict, hit: torch.Tensor | None
+        self, turn: Turn, draft: Draft, judgement: Judgement, hit: torch.Tensor | None
     ) -> list[Request]:
         """Give each row its tokens; returns the requests that ended."""
         finished = []
+        verdict, logprobs, errors = judgement
         drafted, accepted = draft.num_draft.tolist(), verdict.num_accepted.tolist()
         tokens, status = verdict.tokens.tolist(), verdict.status.tolist()
         for index, row in enumerate(turn.rows.tolist()):
             request, count = self._running[row], accepted[index]
             found, before = hit is not None and bool(hit[index]), request.length
             broken = status[index] in _BROKEN
-            request.commit(tokens[index][: count if broken else count + 1])
-            if broken:
-                request.finish("error")
+            taken = tokens[index][: count if broken else count + 1]
+            request.commit(taken, logprobs.get(index, ()))
+            if broken and request.finish_reason is None:
+                request.fail(errors.get(index, "the target's logits are NaN or all -inf"))
             source = self._source(row, found)
             committed = request.length - before
             request.rounds.append(Round(before, drafted[index], committed, source))
@@ -128,11 +138,11 @@ class Scheduler:
         else:
             self._leave(request)
 
-    def fail(self, rows: list[int]) -> None:
+    def fail(self, rows: list[int], reason: str) -> None:
         """End the requests of `rows`, which the models could not take in."""
         for row in rows:
             request = self._running[row]
-            request.finish("error")
+            request.fail(reason)
             self._leave(request)
 
     def left(self) -> list[int]:
@@ -162,20 +172,24 @@ class Scheduler:
         if (isinstance(prompt, str) or params.stop) and tokenizer is None:
             raise ConfigError("prompt: text or stop strings need Engine(..., tokenizer=...)")
         ids = tokenizer(prompt).input_ids if isinstance(prompt, str) else [int(id) for id in prompt]
+        vocab = built.model.vocab_size
         if not ids:
             raise ConfigError("prompt: got no tokens, want at least one")
-        if not all(0 <= id < built.model.vocab_size for id in ids):
-            raise ConfigError(f"prompt: token ids must lie in 0..{built.model.vocab_size - 1}")
+        for name, its in (("prompt", ids), ("allowed_token_ids", params.allowed_token_ids or ())):
+            if not all(0 <= id < vocab for id in its):
+                raise ConfigError(f"{name}: token ids must lie in 0..{vocab - 1}")
         if len(ids) >= built.max_length:
             raise ConfigError(f"prompt: {len(ids)} tokens, the model holds {built.max_length}")
         self._uid += 1
+        stop_ids = frozenset(params.stop_token_ids)
+        stop_ids |= frozenset() if params.ignore_eos else built.stop_ids
         request = Request(
             uid=self._uid,
             prompt=ids,
             params=params,
-            stop_ids=frozenset(params.stop_token_ids)
-            | (frozenset() if params.ignore_eos else built.stop_ids),
+            stop_ids=stop_ids,
             limit=min(params.max_new_tokens, built.max_length - len(ids)),
+            editor=LogitsEditor(params, ids, stop_ids, vocab),
             stream=TextStream(tokenizer, params.stop) if tokenizer is not None else None,
         )
         if self._slots(request) > self.config.max_tokens:

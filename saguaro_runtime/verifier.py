@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -13,7 +15,21 @@ from saguaro_kernels.verification import Draft, Verdict, verify
 from .config import Rule
 from .metrics import Timeline
 from .models.protocol import Model
+from .processors import Logprobs, edit_rows, logprobs_of
+from .requests import Request
 from .round import Turn
+
+
+class Judgement(NamedTuple):
+    """The outcome of a round.
+
+    logprobs, errors: of the requests that asked for them, and of those whose logits processor
+    raised, by index in the turn.
+    """
+
+    verdict: Verdict
+    logprobs: dict[int, list[Logprobs]]
+    errors: dict[int, str]
 
 
 class Verifier:
@@ -22,14 +38,50 @@ class Verifier:
     def __init__(self, model: Model, *, rule: Rule, impl: Impl, timeline: Timeline) -> None:
         self.model, self.rule, self.impl, self.timeline = model, rule, impl, timeline
 
-    def verify(self, turn: Turn, draft: Draft, sampling: Sampling, keys: Keys) -> Verdict:
-        """The outcome of the turn's chains: a Verdict of B rows."""
+    def verify(
+        self,
+        turn: Turn,
+        draft: Draft,
+        sampling: Sampling,
+        keys: Keys,
+        requests: Sequence[Request] = (),
+    ) -> Judgement:
+        """Judge the turn's chains; `requests`: those of its rows, if any of them wants more than
+        sampling."""
         tokens = torch.cat((turn.last[:, None], draft.tokens.clamp(min=0)), dim=1)
         with self.timeline.span("verify"):
             with self.timeline.span("target_forward"):
                 logits = self.model.extend(turn.rows, tokens, (turn.base - 1).to(torch.int32))
-            verdict = verify(logits, draft, sampling, keys, rule=self.rule, impl=self.impl)
-        return _only_used_rows(verdict, logits) if bool(verdict.status.any()) else verdict
+            edited, errors = _edit(logits, draft, requests)
+            verdict = verify(edited, draft, sampling, keys, rule=self.rule, impl=self.impl)
+        if bool(verdict.status.any()):
+            verdict = _only_used_rows(verdict, edited)
+        return Judgement(verdict, _logprobs(logits, verdict, requests), errors)
+
+
+def _edit(
+    logits: torch.Tensor, draft: Draft, requests: Sequence[Request]
+) -> tuple[torch.Tensor, dict[int, str]]:
+    """The rows with the penalties, masks and functions of their requests."""
+    if not any(its.editor.changes(len(its.token_ids)) for its in requests):
+        return logits, {}
+    counts = draft.num_draft.tolist()
+    drafts = [ids[:count] for ids, count in zip(draft.tokens.tolist(), counts, strict=True)]
+    editors, texts = [its.editor for its in requests], [its.token_ids for its in requests]
+    return edit_rows(logits, editors, texts, drafts)
+
+
+def _logprobs(
+    logits: torch.Tensor, verdict: Verdict, requests: Sequence[Request]
+) -> dict[int, list[Logprobs]]:
+    found = {}
+    for index, request in enumerate(requests):
+        if request.params.logprobs is not None:
+            count = int(verdict.num_accepted[index]) + 1
+            found[index] = logprobs_of(
+                logits[index, :count], verdict.tokens[index, :count], request.params.logprobs
+            )
+    return found
 
 
 def _only_used_rows(verdict: Verdict, logits: torch.Tensor) -> Verdict:

@@ -287,6 +287,38 @@ def test_a_request_that_could_not_be_taken_in_is_not_decoded(method: str) -> Non
         assert target.held == engine.lane.speculator.model.held == set()
 
 
+@pytest.mark.parametrize("at", ["first", "later", "end"])
+def test_a_tokenizer_that_raises_ends_its_own_request(wanted: list[int], at: str) -> None:
+    class Broken:
+        eos_token_id = None
+
+        def decode(self, ids, skip_special_tokens=False) -> str:
+            if broken and len(ids) >= {"first": 1, "later": 2, "end": 1}[at]:
+                raise ValueError("cannot decode")
+            return "\ufffd" if at == "end" else "x" * len(ids)
+
+    target = scripts.model(P)
+    with scripts.engine(target, scripts.model(Q), tokenizer=Broken()) as engine:
+        broken = False
+        requests = [engine.add([1, 2], GREEDY) for _ in range(3)]
+        engine.step()
+        broken = True
+        for request in requests[1:]:
+            request.stream._tokenizer = type("Good", (), {"decode": lambda *_, **__: ""})()
+        if at == "end":
+            broken = False
+            engine.step()
+            broken = True
+            engine.cancel(requests[0])
+        while any(request.finish_reason is None for request in requests):
+            engine.step()
+        assert requests[0].finish_reason == "error"
+        assert requests[0].output().error == "ValueError: cannot decode"
+        assert [request.token_ids for request in requests[1:]] == [wanted] * 2
+        assert requests[0].token_ids == wanted[: len(requests[0].token_ids)]
+        assert target.held == set()
+
+
 @pytest.mark.parametrize("method", ["ar", "sd", "ssd"])
 def test_broken_rows_end_the_text_where_they_stand_and_no_sooner(method: str) -> None:
     """The target is broken after 3, 5, which the draft proposes and the target never says."""

@@ -71,7 +71,9 @@ def tiny(family: str = "llama", seed: int = 0, scale: float = 4.0) -> transforme
     return model.eval()
 
 
-def own_greedy(model: transformers.PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+def own_greedy(
+    model: transformers.PreTrainedModel, prompt: list[int], count: int, **options: object
+) -> list[int]:
     ids = torch.tensor([prompt])
     out = model.generate(
         ids,
@@ -79,6 +81,7 @@ def own_greedy(model: transformers.PreTrainedModel, prompt: list[int], count: in
         max_new_tokens=count,
         do_sample=False,
         pad_token_id=0,
+        **options,
     )
     return out[0, len(prompt) :].tolist()
 
@@ -91,6 +94,16 @@ def test_greedy_text_is_that_of_generate(family: str) -> None:
         outputs = engine.generate(PROMPTS, SamplingParams(max_new_tokens=24))
     assert [o.token_ids for o in outputs] == [own_greedy(target, p, 24) for p in PROMPTS]
     assert target.config._attn_implementation == before
+
+
+def test_penalties_are_those_of_generate() -> None:
+    target, draft = tiny(), tiny(seed=1)
+    target.generation_config.eos_token_id = target.config.eos_token_id = 7
+    options = {"repetition_penalty": 1.4, "min_new_tokens": 20}
+    params = SamplingParams(max_new_tokens=40, **options)
+    with scripts.engine(target, draft, max_batch=3) as engine:
+        outputs = engine.generate(PROMPTS, params)
+    assert [o.token_ids for o in outputs] == [own_greedy(target, p, 40, **options) for p in PROMPTS]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -124,7 +137,7 @@ def test_logits_of_every_round_equal_a_fresh_forward() -> None:
         speculator, verifier = engine.lane.speculator, engine.verifier
         verify = verifier.verify
 
-        def record(turn, draft, sampling, keys):
+        def record(turn, draft, *rest):
             base, count = int(turn.base[0]), int(draft.num_draft[0])
             for offset in range(count + 1):
                 seen["draft"][base + offset] = speculator.chain.logits[0, offset].clone()
@@ -138,7 +151,7 @@ def test_logits_of_every_round_equal_a_fresh_forward() -> None:
 
             verifier.model.extend = extend
             try:
-                return verify(turn, draft, sampling, keys)
+                return verify(turn, draft, *rest)
             finally:
                 verifier.model.extend = forward
 
