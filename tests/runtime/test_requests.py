@@ -20,6 +20,9 @@ for _before in range(V):
 """Counts upwards: after 1, 2 come 3, 4, 5, .. whatever is drafted."""
 
 
+LETTERS = "abcdefghijk"
+
+
 class Letters:
     """A letter per id; 11 is the first half of a two-byte character, 0 the second."""
 
@@ -33,12 +36,12 @@ class Letters:
                 text += "é" if whole else "\ufffd"
                 index += 2 if whole else 1
                 continue
-            text += "abcdefghijk"[ids[index]]
+            text += LETTERS[ids[index]]
             index += 1
         return text
 
     def __call__(self, text: str):
-        ids = ["abcdefghijk".index(letter) for letter in text]
+        ids = [LETTERS.index(letter) for letter in text]
         return type("Encoding", (), {"input_ids": ids})()
 
 
@@ -62,28 +65,51 @@ def test_max_new_tokens_is_exact(count: int, method: str) -> None:
 
 
 @pytest.mark.parametrize("offset", range(K + 3))
-def test_stop_id_at_each_offset_of_an_accepted_run(offset: int) -> None:
-    stop = 4 + offset
-    params = SamplingParams(max_new_tokens=20, stop_token_ids=(stop,))
-    with _engine() as engine:
-        output = engine.generate([1, 2], params)[0]
-        streamed = "".join(engine.stream([1, 2], params))
-    assert output.token_ids == list(range(3, stop + 1))
-    assert output.text == streamed == "abcdefghijk"[3:stop]
-    assert output.finish_reason == "stop"
-    assert sum(its.committed for its in output.rounds) == len(output.token_ids)
-
-
-@pytest.mark.parametrize("offset", range(K + 3))
-def test_stop_string_at_each_offset_of_an_accepted_run(offset: int) -> None:
-    stop = "abcdefghijk"[4 + offset : 6 + offset]
-    params = SamplingParams(max_new_tokens=20, stop=("zz", stop))
-    with _engine() as engine:
+@pytest.mark.parametrize("kind", ["eos", "stop id", "stop string", "its first half"])
+def test_a_stop_at_each_offset_of_an_accepted_run(kind: str, offset: int) -> None:
+    """Text, stream, ids, log-probabilities and counts end together."""
+    last, tokenizer = 4 + offset, Letters()  # 3 is the first round's, 4 .. 4 + K the second's
+    params = SamplingParams(max_new_tokens=8, logprobs=0)
+    ids, text, reason = list(range(3, last + 1)), LETTERS[3:last], "stop"
+    if kind == "eos":
+        tokenizer.eos_token_id = last
+    elif kind == "stop id":
+        params = dataclasses.replace(params, stop_token_ids=(last,))
+    elif kind == "stop string":
+        params = dataclasses.replace(params, stop=("zz", LETTERS[last : last + 2]))
+        ids.append(last + 1)
+    else:
+        params = dataclasses.replace(params, stop=(LETTERS[last] + "zz",))
+        ids, text, reason = list(range(3, 11)), LETTERS[3:], "length"
+    with _engine(tokenizer=tokenizer) as engine:
         output = engine.generate("bc", params)[0]
+        stats = engine.stats()
         streamed = "".join(engine.stream("bc", params))
-    assert output.text == streamed == "abcdefghijk"[3 : 4 + offset]
-    assert output.token_ids == list(range(3, 6 + offset))
-    assert output.finish_reason == "stop"
+    assert output.token_ids == ids and output.finish_reason == reason
+    assert output.text == streamed == text
+    assert [its.token for its in output.logprobs] == pytest.approx([0.0] * len(ids), abs=1e-6)
+    assert stats["tokens"] == output.metrics["tokens"] == len(ids)
+    assert sum(its.committed for its in output.rounds) == len(ids)
+
+
+@pytest.mark.parametrize("spare", range(K + 3))
+def test_prompts_up_to_the_models_length(spare: int) -> None:
+    """The chain would stand beyond the last position; so would the branches behind it."""
+    length = 20
+    prompt = [index % V for index in range(length - spare)]
+    params = SamplingParams(max_new_tokens=K + 2, logprobs=0)
+    for draft_length in (length, length + 7):
+        target = scripts.model(CYCLE, max_length=length)
+        draft = scripts.model(CYCLE, max_length=draft_length)
+        with scripts.engine(target, draft, k=K) as engine:
+            if not spare:
+                with pytest.raises(ConfigError, match="20 tokens, the model holds 20"):
+                    engine.add(prompt, params)
+                continue
+            output = engine.generate(prompt, params)[0]
+        count = min(spare, K + 2)
+        assert output.token_ids == [(length - spare + index) % V for index in range(count)]
+        assert output.finish_reason == "length" and len(output.logprobs) == count
 
 
 def test_a_stop_string_that_stays_half_is_not_held_back_for_ever() -> None:
