@@ -16,6 +16,7 @@ import torch
 from saguaro_kernels import PAD, Sample, Stream, saguaro_sample
 from saguaro_kernels._launch import Impl
 from saguaro_kernels.cache import SpeculationCache
+from saguaro_kernels.distribution.reference import exp_reference
 from saguaro_kernels.outcomes import Allocation, Ranking, predict_outcomes
 
 from .acceptance import AcceptanceModel
@@ -220,7 +221,7 @@ class Speculator:
         logq = log_prob.gather(-1, drafted[..., None].clamp(0, self.vocab_size - 1))[..., 0]
         # A zero probability adds nothing to the entropy, and a broken row must not spoil the
         # weights.
-        entropy = -(log_prob.exp() * log_prob).nan_to_num(0.0).sum(-1)
+        entropy = -(exp_reference(log_prob) * log_prob).nan_to_num(0.0).sum(-1)
         self._features[rows] = self.acceptance.features(logq.nan_to_num(-12.0), entropy)
         self._expected[rows] = True
         return self.acceptance.lengths(self._features[rows], greedy, num_draft)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
@@ -10,6 +12,24 @@ from .contract import MIN_TEMPERATURE, PAD, RowStats, Sampling, Status
 
 def _work_dtype(logits: torch.Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def log_tiny(dtype: torch.dtype) -> float:
+    """log of nearly the smallest normal number: torch's exp is 100 times as slow below it."""
+    return math.log(torch.finfo(dtype).tiny) + 1.0
+
+
+def exp_reference(x: torch.Tensor) -> torch.Tensor:
+    """exp(x), and 0 where that would underflow, or nearly."""
+    floor = log_tiny(x.dtype)
+    return x.clamp(min=floor).exp_().masked_fill_(x < floor, 0.0)
+
+
+def log_sum_exp_reference(x: torch.Tensor) -> torch.Tensor:
+    """log of the sum of exp(x) of each row; -inf for a row of -inf."""
+    top = x.amax(-1)
+    anchor = top.masked_fill(top == -torch.inf, 0.0)
+    return exp_reference(x - anchor[..., None]).sum(-1).log_().add_(anchor)
 
 
 def clean_reference(
@@ -85,7 +105,7 @@ def _cutoff_among_largest(
     ranked, order = largest_reference(z, width)
     top = ranked[:, :1]
     temperature = sampling.temperature.to(z.dtype).clamp(min=MIN_TEMPERATURE)[:, None]
-    weigh = lambda z: ((z - top) * (1.0 / temperature)).exp_().nan_to_num_(nan=0.0).double()  # noqa: E731
+    weigh = lambda z: exp_reference((z - top) * (1.0 / temperature)).nan_to_num_(nan=0.0).double()  # noqa: E731
     rank = torch.arange(width, device=z.device)
     kept = ranked > -torch.inf
     active = torch.zeros((rows, 1), dtype=torch.bool, device=z.device)
@@ -136,7 +156,7 @@ def row_stats_reference(
         z = torch.where(kept, z, -torch.inf)
     anchor = top.masked_fill(empty, 0.0)
     reciprocal = reciprocal_reference(sampling.temperature, z.dtype)
-    log_sum = (z - anchor[:, None]).mul_(reciprocal[:, None]).exp_().sum(-1).log_()
+    log_sum = exp_reference((z - anchor[:, None]).mul_(reciprocal[:, None])).sum(-1).log_()
     log_sum = log_sum.masked_fill(empty, 0.0)
     one_hot = greedy | empty
     return RowStats(

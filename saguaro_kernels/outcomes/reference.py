@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from ..distribution import PAD, Sampling
+from ..distribution.reference import log_sum_exp_reference
 from ..rng import Keys, Stream, gumbel_reference
 
 NOISE_FROM_TEMPERATURE = 0.5
@@ -67,7 +68,7 @@ def predict_outcomes_reference(
         log_prob = torch.zeros(last + 1, device=device)
         if accept_prob is not None:
             log_prob = _fold_tail(accept_prob[b].float(), last).log()
-        log_prob = log_prob - scores.logsumexp(-1)
+        log_prob = log_prob - log_sum_exp_reference(scores)
         if fan_out is not None:
             counts = _fold_tail(fan_out.expand(batch, rows)[b], last).tolist()
         else:

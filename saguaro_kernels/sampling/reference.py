@@ -14,6 +14,7 @@ from ..distribution.reference import (
     is_within_reference,
     largest_reference,
     load_reference,
+    log_tiny,
     reciprocal_reference,
     status_reference,
 )
@@ -105,7 +106,7 @@ def _draw(
     """Of a few rows: maximum, bad, cut, `count` largest, normaliser, token and its log-weight."""
     z, weight = buffers[:, : len(logits)]
     z, top, bad = load_reference(logits, bias, z)
-    greedy, lowest = temperature <= 0, torch.finfo(z.dtype).min
+    greedy, lowest, tiny = temperature <= 0, torch.finfo(z.dtype).min, log_tiny(z.dtype)
     cutoff, cutoff_id = cutoff_reference(z, Sampling(temperature, top_k, top_p, min_p))
     if top_k is not None or top_p is not None or min_p is not None:
         ids = torch.arange(z.shape[1], device=z.device)
@@ -115,14 +116,15 @@ def _draw(
     # Log-weights relative to the maximum; a greedy row's are those of T = 1. z is not needed again.
     torch.sub(z, top.clamp(min=lowest)[:, None], out=weight).mul_(reciprocal[:, None])
     if downweight is None:
-        log_sum = torch.exp(weight, out=z).sum(-1).log_()
+        log_sum = torch.clamp(weight, min=tiny, out=z).exp_().sum(-1).log_()
     else:
         scaled = (ranked[:, scale_f] > -torch.inf) & ~greedy
         log_scale = torch.where(scaled, downweight.to(z.dtype).log(), 0.0)
         log_scale.clamp_(min=lowest)  # times 0 below
         weight.scatter_add_(1, order[:, :scale_f], log_scale[:, None].expand(-1, scale_f))
         largest = weight.amax(-1).clamp(min=lowest)
-        log_sum = torch.sub(weight, largest[:, None], out=z).exp_().sum(-1).log_().add_(largest)
+        shifted = torch.sub(weight, largest[:, None], out=z).clamp_(min=tiny)
+        log_sum = shifted.exp_().sum(-1).log_().add_(largest)
     for score, i in zip(weight, noise_row.tolist(), strict=True):
         if i >= 0:
             score += noise[i]

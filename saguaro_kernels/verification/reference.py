@@ -14,6 +14,7 @@ from ..distribution import (
     is_within_reference,
     log_prob_reference,
 )
+from ..distribution.reference import exp_reference
 from ..rng import Keys, Stream, gumbel_reference, uniform_reference
 from .contract import DRAFT_NAN, MASS_FLOOR, NO_INPUTS, Draft, Inputs, Verdict
 
@@ -125,7 +126,8 @@ def _block_rule(
     b, i = torch.nonzero(possible & (count > sure) & ~lawless, as_tuple=True)
     if b.numel():
         log_p, log_q = rows.log_prob(rows.load(b, i + 1)[0], b), _log_q(rows, draft, b, i + 1)
-        excess = ((log_p + log_a[b, i + 1, None]).exp() - log_q.exp()).clamp(min=0)
+        joint = log_p + log_a[b, i + 1, None]
+        excess = (exp_reference(joint) - exp_reference(log_q)).clamp(min=0)
         mass[b, i] = excess.sum(1)
     passes = judged & (uniforms * (mass + 1 - a) < mass)
     num_accepted = torch.nn.functional.pad(passes.to(torch.int64) * count, (1, 0)).amax(1)
@@ -145,8 +147,10 @@ def _draw_residual(
     log_p = rows.log_prob(z, b)
     above, below = log_p + log_scale[:, None], _log_q(rows, draft, b, i)
     # log(1 - q/p) would round to 0 for small q/p.
-    residual = torch.where(above > below, above + torch.log1p(-(below - above).exp()), -torch.inf)
-    empty = (residual.exp().sum(1) <= MASS_FLOOR) | (status != Status.OK)
+    residual = torch.where(
+        above > below, above + torch.log1p(-exp_reference(below - above)), -torch.inf
+    )
+    empty = (exp_reference(residual).sum(1) <= MASS_FLOOR) | (status != Status.OK)
     score = torch.where(empty[:, None], log_p, residual)
     noise = gumbel_reference(Keys(keys.seed[b], keys.base[b]), i, Stream.EXTRA, rows.vocab)
     return (score + noise).argmax(1)
