@@ -6,9 +6,8 @@ import argparse
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,7 +17,8 @@ from .cli import add_engine_options, add_sampling_options
 from .cli_generate import encode
 from .compare import Comparison, compare_texts
 from .config import EngineConfig
-from .demo_report import KEYS, Variant, plan, render, summarize
+from .demo_measure import Pair, Tick, measure, opened
+from .demo_report import Variant, plan, render, summarize
 from .doctor import faster_dtype
 from .engine import Engine
 from .requests import Output, SamplingParams
@@ -31,24 +31,10 @@ EXAMPLES = """\
 """
 
 PROMPTS = Path(__file__).with_name("data") / "prompts.json"
-WARM_UP_TOKENS = 8
 CHECKED_TOKENS = 32
 """Tokens per prompt in the check that the texts are equal; in float32, which takes longer."""
 
-Tick = Callable[[], object]
 Finding = tuple[str, float | None]
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two loaded models and their tokenizer."""
-
-    target: Any
-    draft: Any
-    tokenizer: Any
-
-    def open(self, config: EngineConfig) -> Engine:
-        return Engine(self.target, self.draft, config, self.tokenizer)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,17 +58,15 @@ def run(args: argparse.Namespace) -> int:
     out = sys.stderr if args.json else sys.stdout
     pair = load(*paths, dtype)
     prompts = read_prompts(pair.tokenizer, args.prompt)
-    stream_answer(pair, variants[-1].config, prompts[0], params, out)
-    rows = {}
-    for variant in variants:
-        run_one = measure_assisted if variant.name == "assisted" else measure
-        with _bar(len(prompts), f"measuring {variant.label}") as bar:
-            rows[variant.name] = run_one(pair, variant.config, prompts, params, bar.update)
+    with _bar(1, "starting the draft"), opened(pair, variants) as runs:
+        print_answer(runs[variants[-1].name].engine, pair.tokenizer, prompts[0], params, out)
+        with _bar(len(variants) * len(prompts), "measuring each method") as bar:
+            rows = measure(runs, variants, prompts, params, bar.update)
     check = None
     if args.method == "all" and not args.no_check:
         check = check_texts(load(*paths, "float32"), prompts, params, variants)
     report = summarize(rows, check, variants, params, dtype, len(prompts))
-    print(json.dumps(report, indent=2) if args.json else render(report, variants))
+    print(json.dumps(report, indent=2) if args.json else render(report))
     return 0
 
 
@@ -93,75 +77,14 @@ def read_prompts(tokenizer: Any, texts: Sequence[str] | None) -> list[list[int]]
     return [encode(tokenizer, entry["text"], chat=entry["kind"] == "chat") for entry in entries]
 
 
-def stream_answer(
-    pair: Pair, config: EngineConfig, prompt: list[int], params: SamplingParams, out: TextIO
+def print_answer(
+    engine: Engine, tokenizer: Any, prompt: list[int], params: SamplingParams, out: TextIO
 ) -> None:
     """Print the answer to one prompt while it is written."""
-    print(pair.tokenizer.decode(prompt, skip_special_tokens=True).rstrip(), file=out)
-    with pair.open(config) as engine:
-        for piece in engine.stream(prompt, params):
-            print(piece, end="", file=out, flush=True)
+    print(tokenizer.decode(prompt, skip_special_tokens=True).rstrip(), file=out)
+    for piece in engine.stream(prompt, params):
+        print(piece, end="", file=out, flush=True)
     print("\n", file=out, flush=True)
-
-
-def measure(
-    pair: Pair,
-    config: EngineConfig,
-    prompts: Sequence[list[int]],
-    params: SamplingParams,
-    tick: Tick,
-) -> dict[str, Any]:
-    """Decode the prompts one by one; the engine's numbers, with tokens/s by the wall clock."""
-    with pair.open(config) as engine:
-        # Start-up, first touches of memory and the draft's arrival are not what is compared.
-        engine.generate(prompts[0], replace(params, max_new_tokens=WARM_UP_TOKENS))
-        engine.reset_stats()
-        tokens = 0
-        start = time.perf_counter()
-        for prompt in prompts:
-            tokens += len(engine.generate(prompt, params)[0].token_ids)
-            tick()
-        seconds = time.perf_counter() - start
-        return {**engine.stats(), "tokens_per_s": tokens / seconds}
-
-
-def measure_assisted(
-    pair: Pair,
-    config: EngineConfig,
-    prompts: Sequence[list[int]],
-    params: SamplingParams,
-    tick: Tick,
-) -> dict[str, Any]:
-    """The prompts through transformers' assisted generation: tokens/s, and zeros for the rest."""
-    import torch
-
-    sampled = {"do_sample": True, "temperature": params.temperature, "top_k": 0}
-
-    def tokens(prompt: list[int], limit: int) -> int:
-        ids = torch.tensor([prompt])
-        out = pair.target.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            assistant_model=pair.draft,
-            max_new_tokens=limit,
-            pad_token_id=0,
-            **(sampled if params.temperature else {"do_sample": False}),
-        )
-        return int(out.shape[1]) - len(prompt)
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(config.threads or before)
-    torch.manual_seed(params.seed)
-    try:
-        tokens(prompts[0], WARM_UP_TOKENS)
-        total, start = 0, time.perf_counter()
-        for prompt in prompts:
-            total += tokens(prompt, params.max_new_tokens)
-            tick()
-        seconds = time.perf_counter() - start
-    finally:
-        torch.set_num_threads(before)
-    return dict.fromkeys(KEYS, 0.0) | {"tokens_per_s": total / seconds}
 
 
 def check_texts(
@@ -237,11 +160,12 @@ def load(target_path: str, draft_path: str, dtype: str) -> Pair:
     """Load the models once; the engines opened on them share their weights."""
     import torch
     from transformers import AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
     from .models.transformers import load_draft, load_model
 
     disable_progress_bar()  # transformers' own; ours covers the whole load
+    set_verbosity_error()  # its assisted generation warns of its own calls
     with _bar(3, f"loading ({dtype})") as bar:
         tokenizer = AutoTokenizer.from_pretrained(target_path)
         bar.update()

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import datetime
 import importlib.metadata
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from .cli import version
@@ -35,12 +39,21 @@ SPEEDS = (
 )
 
 
+LABELS = {
+    "ar": "AR",
+    "ar_2_threads": "AR, 2 threads",
+    "sd": "SD",
+    "sd_2_threads": "SD, 2 threads",
+    "assisted": "transformers' assisted",
+    "ssd": "SSD",
+}
+
+
 @dataclass(frozen=True)
 class Variant:
     """One line of the table: a method, and the cores it may use."""
 
     name: str
-    label: str
     config: EngineConfig
 
 
@@ -58,14 +71,14 @@ def plan(args: argparse.Namespace, cores: int) -> list[Variant]:
         branches=args.branches,
         threads=1,
     )
-    variants = [Variant("ar", "AR", config), Variant("sd", "SD", replace(config, method="sd"))]
+    variants = [Variant("ar", config), Variant("sd", replace(config, method="sd"))]
     if cores > 1:
         both = replace(config, threads=2, lane="inline")
-        variants.insert(1, Variant("ar_2_threads", "AR, 2 threads", both))
+        variants.insert(1, Variant("ar_2_threads", both))
         taking_turns = replace(both, method="sd")
-        variants.append(Variant("sd_2_threads", "SD, 2 threads", taking_turns))
-        variants.append(Variant("assisted", "transformers' assisted", taking_turns))
-    variants.append(Variant("ssd", "SSD", replace(config, method="ssd")))
+        variants.append(Variant("sd_2_threads", taking_turns))
+        variants.append(Variant("assisted", taking_turns))
+    variants.append(Variant("ssd", replace(config, method="ssd")))
     wanted = ("ar", "sd", "ssd") if args.method == "all" else (args.method,)
     return [variant for variant in variants if variant.config.method in wanted]
 
@@ -102,6 +115,7 @@ def summarize(
             "k": config.k,
             "branches": config.branches,
         },
+        "machine": machine(),
         "versions": versions(),
     }
 
@@ -126,6 +140,17 @@ def predict(rows: Mapping[str, Mapping[str, Any]], variants: Sequence[Variant]) 
     )
 
 
+def machine() -> dict[str, Any]:
+    """What was measured on, and when."""
+    processor = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        processor = names[0] if names else processor
+    date = datetime.date.today().isoformat()
+    return {"date": date, "processor": processor, "cores": os.cpu_count()}
+
+
 def versions() -> dict[str, str]:
     """Versions of what the numbers depend on; "missing" where a package is not installed."""
     found = {"saguaro": version(), "python": platform.python_version()}
@@ -137,7 +162,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def render(report: Mapping[str, Any], variants: Sequence[Variant]) -> str:
+def render(report: Mapping[str, Any]) -> str:
     """The table and the sentences under it."""
     methods = report["methods"]
     head = (
@@ -151,20 +176,19 @@ def render(report: Mapping[str, Any], variants: Sequence[Variant]) -> str:
         "overlap",
     )
     lines = [head]
-    for variant in variants:
-        row = methods[variant.name]
+    for name, row in methods.items():
         lines.append(
             (
-                variant.label,
+                LABELS[name],
                 f"{row['tokens_per_s']:.1f}",
-                _ratio(methods, variant.name, "ar"),
-                _ratio(methods, variant.name, "sd"),
+                _ratio(methods, name, "ar"),
+                _ratio(methods, name, "sd"),
                 f"{row['tokens_per_round']:.2f}" if row["tokens_per_round"] else "-",
                 f"{row['accepted_per_round']:.2f}"
-                if row["accepted_per_round"] and variant.config.method != "ar"
+                if row["accepted_per_round"] and not name.startswith("ar")
                 else "-",
-                f"{row['hit_rate']:.2f}" if variant.config.method == "ssd" else "-",
-                f"{row['overlap']:.2f}" if variant.config.method == "ssd" else "-",
+                f"{row['hit_rate']:.2f}" if name == "ssd" else "-",
+                f"{row['overlap']:.2f}" if name == "ssd" else "-",
             )
         )
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]

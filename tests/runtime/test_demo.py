@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from saguaro_runtime import EngineConfig, SamplingParams, cli, demo, demo_report
+from saguaro_runtime import EngineConfig, SamplingParams, cli, demo, demo_measure, demo_report
 from saguaro_runtime.compare import Comparison
-from saguaro_runtime.demo import check_texts, measure
+from saguaro_runtime.demo import check_texts
+from saguaro_runtime.demo_measure import measure, opened
 from saguaro_runtime.demo_report import Variant, plan
 
 STATS = {
@@ -139,30 +140,30 @@ def test_prompts_are_chat_messages_and_the_default_set_is_mixed() -> None:
 
 def test_answer_is_streamed() -> None:
     out = io.StringIO()
-    demo.stream_answer(FakePair(), EngineConfig(), [97, 98], SamplingParams(5), out)
+    engine = FakePair().open(EngineConfig())
+    demo.print_answer(engine, FakeTokenizer(), [97, 98], SamplingParams(5), out)
     assert out.getvalue() == "ab\nababa\n\n"
 
 
-def test_measurement_warms_up_and_counts_its_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([10.0, 12.0])
-    monkeypatch.setattr(demo.time, "perf_counter", lambda: next(clock))
-    pair, ticks = FakePair(), []
-    config = EngineConfig(method="sd")
-    row = measure(pair, config, [[1], [2], [3]], SamplingParams(20), lambda: ticks.append(1))
-    generated = [("generate", demo.WARM_UP_TOKENS), ("reset", "sd"), *[("generate", 20)] * 3]
-    assert pair.log == [("open", "sd"), *generated, ("close", "sd")]
-    assert row == {**STATS, "tokens_per_s": 60 / 2.0}
-    assert len(ticks) == 3
-
-
-def test_assisted_generation_is_measured_in_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([10.0, 12.0])
-    monkeypatch.setattr(demo.time, "perf_counter", lambda: next(clock))
+def test_variants_are_warmed_up_and_then_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 11.0, 20.0, 24.0, 30.0, 31.0, 40.0, 44.0])  # 1 s by SD, 4 s by assisted
+    monkeypatch.setattr(demo_measure.time, "perf_counter", lambda: next(clock))
     pair, ticks, threads = FakePair(), [], torch.get_num_threads()
-    config, params = EngineConfig(method="sd", threads=2), SamplingParams(20, 0.7)
-    row = demo.measure_assisted(pair, config, [[1], [2, 3]], params, lambda: ticks.append(1))
-    assert pair.log == [("assisted", count, True) for count in (demo.WARM_UP_TOKENS, 20, 20)]
-    assert row["tokens_per_s"] == 20.0 and row["hit_rate"] == 0.0 and len(ticks) == 2
+    variants = [Variant("sd", EngineConfig(method="sd", threads=1))]
+    variants.append(Variant("assisted", EngineConfig(method="sd", threads=2)))
+    with opened(pair, variants) as runs:
+        params = SamplingParams(20, 0.7)
+        rows = measure(runs, variants, [[1], [2, 3]], params, lambda: ticks.append(1))
+    warm = demo_measure.WARM_UP_TOKENS
+    assert pair.log == [
+        ("open", "sd"),
+        *(("generate", warm), ("reset", "sd"), ("assisted", warm, True)),
+        *(("generate", 20), ("assisted", 20, True)) * 2,
+        ("close", "sd"),
+    ]
+    assert rows["sd"] == {**STATS, "tokens_per_s": 40 / 2.0}
+    assert rows["assisted"]["tokens_per_s"] == 40 / 8.0 and rows["assisted"]["hit_rate"] == 0.0
+    assert len(ticks) == 4
     assert torch.get_num_threads() == threads
 
 
@@ -267,6 +268,7 @@ def test_json_has_the_promised_keys() -> None:
     assert found["speed"]["ssd_vs_sd"] == 1.25
     assert found["speed"]["ssd_vs_assisted"] == 2.0
     assert found["texts_equal"] == "equal"
+    assert set(found["machine"]) == {"date", "processor", "cores"}
     assert set(found["versions"]) == {"saguaro", "python", "torch", "triton", "transformers"}
 
 
@@ -282,11 +284,11 @@ def test_one_method_is_reported_alone() -> None:
     assert list(found["methods"]) == ["ssd"]
     assert found["speed"] == {}
     assert found["predicted_ssd_vs_sd"] is None and found["texts_equal"] is None
-    assert demo_report.render(found, variants).count("\n") == 4
+    assert demo_report.render(found).count("\n") == 4
 
 
 def test_table_shows_every_variant_and_the_verdict() -> None:
-    text = demo_report.render(*report(check=("near_tie", 2e-4)))
+    text = demo_report.render(report(check=("near_tie", 2e-4))[0])
     lines = text.splitlines()
     assert lines[0].split() == [
         *("tokens/s", "vs", "AR", "vs", "SD", "tokens/round", "accepted/round", "hit", "rate"),
