@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     with _bar(1, "starting the draft"), opened(pair, variants) as runs:
         print_answer(runs[variants[-1].name].engine, pair.tokenizer, prompts[0], params, out)
         with _bar(len(variants) * len(prompts), "measuring each method") as bar:
-            rows = measure(runs, variants, prompts, params, bar.update)
+            rows = measure(runs, variants, [[p] for p in prompts], params, bar.update)
     check = None
     if args.method == "all" and not args.no_check:
         check = check_texts(load(*paths, "float32"), prompts, params, variants)

@@ -1,4 +1,4 @@
-"""Variants of decoding, timed prompt by prompt in turn: a machine that drifts favours none."""
+"""Variants of decoding, timed batch by batch in turn: a machine that drifts favours none."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from .requests import SamplingParams
 WARM_UP_TOKENS = 8
 
 Tick = Callable[[], object]
+Batch = Sequence[list[int]]
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,11 @@ class Pair:
 class Run(Protocol):
     """One variant, ready to decode."""
 
-    def tokens(self, prompt: list[int], params: SamplingParams) -> int:
-        """Decode one prompt; how many tokens came."""
+    def decode(self, batch: Batch, params: SamplingParams) -> list[list[int]]:
+        """The new tokens of each prompt."""
 
-    def warm_up(self, prompt: list[int], params: SamplingParams) -> None:
-        """Touch what is slow the first time, and forget the numbers."""
+    def reset(self) -> None:
+        """Forget the numbers."""
 
     def stats(self) -> dict[str, Any]:
         """The numbers since then."""
@@ -51,11 +52,10 @@ class EngineRun:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    def tokens(self, prompt: list[int], params: SamplingParams) -> int:
-        return len(self.engine.generate(prompt, params)[0].token_ids)
+    def decode(self, batch: Batch, params: SamplingParams) -> list[list[int]]:
+        return [list(output.token_ids) for output in self.engine.generate(batch, params)]
 
-    def warm_up(self, prompt: list[int], params: SamplingParams) -> None:
-        self.tokens(prompt, params)
+    def reset(self) -> None:
         self.engine.reset_stats()
 
     def stats(self) -> dict[str, Any]:
@@ -63,27 +63,32 @@ class EngineRun:
 
 
 class AssistedRun:
-    """transformers' assisted generation, which says nothing of itself: its numbers are 0."""
+    """transformers' own assisted generation, one prompt at a time; it keeps no numbers: all 0.
 
-    def __init__(self, pair: Pair) -> None:
-        self.pair = pair
+    `options` say what assists: assistant_model=..., or prompt_lookup_num_tokens=....
+    """
 
-    def tokens(self, prompt: list[int], params: SamplingParams) -> int:
-        ids = torch.tensor([prompt])
+    def __init__(self, target: Any, **options: Any) -> None:
+        self.target, self.options = target, options
+
+    def decode(self, batch: Batch, params: SamplingParams) -> list[list[int]]:
         sampled = {"do_sample": True, "temperature": params.temperature, "top_k": 0}
-        out = self.pair.target.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            assistant_model=self.pair.draft,
-            max_new_tokens=params.max_new_tokens,
-            pad_token_id=0,
-            **(sampled if params.temperature else {"do_sample": False}),
-        )
-        return int(out.shape[1]) - len(prompt)
+        texts = []
+        for prompt in batch:
+            ids = torch.tensor([prompt])
+            out = self.target.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=params.max_new_tokens,
+                pad_token_id=0,
+                **self.options,
+                **(sampled if params.temperature else {"do_sample": False}),
+            )
+            texts.append(out[0, len(prompt) :].tolist())
+        return texts
 
-    def warm_up(self, prompt: list[int], params: SamplingParams) -> None:
-        torch.manual_seed(params.seed)
-        self.tokens(prompt, params)
+    def reset(self) -> None:
+        torch.manual_seed(0)
 
     def stats(self) -> dict[str, Any]:
         return dict.fromkeys(KEYS, 0.0)
@@ -96,7 +101,7 @@ def opened(pair: Pair, variants: Sequence[Variant]) -> Iterator[dict[str, Any]]:
         threads = torch.get_num_threads()
         stack.callback(torch.set_num_threads, threads)
         yield {
-            variant.name: AssistedRun(pair)
+            variant.name: AssistedRun(pair.target, assistant_model=pair.draft)
             if variant.name == "assisted"
             else EngineRun(stack.enter_context(pair.open(variant.config)))
             for variant in variants
@@ -106,28 +111,39 @@ def opened(pair: Pair, variants: Sequence[Variant]) -> Iterator[dict[str, Any]]:
 def measure(
     runs: Mapping[str, Run],
     variants: Sequence[Variant],
-    prompts: Sequence[list[int]],
+    batches: Sequence[Batch],
     params: SamplingParams,
     tick: Tick,
 ) -> dict[str, dict[str, Any]]:
-    """Each prompt by each variant; the variants' numbers, with tokens/s by the wall clock.
+    """Each batch by each variant: its numbers, tokens/s by the wall clock, the texts.
 
-    `tick` is called after every prompt of every variant.
+    `rates` are the tokens/s of the single batches. `tick` is called after every decoding.
     """
-    tokens, seconds = dict.fromkeys(runs, 0), dict.fromkeys(runs, 0.0)
+    texts: dict[str, list[list[int]]] = {variant.name: [] for variant in variants}
+    tokens: dict[str, list[int]] = {name: [] for name in texts}
+    seconds: dict[str, list[float]] = {name: [] for name in texts}
     for variant in variants:
         _use(variant)
-        runs[variant.name].warm_up(prompts[0], replace(params, max_new_tokens=WARM_UP_TOKENS))
-    for prompt in prompts:
+        # Start-up, first touches of memory and the draft's arrival are not what is compared.
+        runs[variant.name].decode(batches[0], replace(params, max_new_tokens=WARM_UP_TOKENS))
+        runs[variant.name].reset()
+    for batch in batches:
         for variant in variants:
             _use(variant)
             start = time.perf_counter()
-            tokens[variant.name] += runs[variant.name].tokens(prompt, params)
-            seconds[variant.name] += time.perf_counter() - start
+            found = runs[variant.name].decode(batch, params)
+            seconds[variant.name].append(time.perf_counter() - start)
+            tokens[variant.name].append(sum(map(len, found)))
+            texts[variant.name] += found
             tick()
     return {
-        name: {**run.stats(), "tokens_per_s": tokens[name] / seconds[name]}
-        for name, run in runs.items()
+        name: {
+            **runs[name].stats(),
+            "tokens_per_s": sum(tokens[name]) / sum(seconds[name]),
+            "rates": [n / s for n, s in zip(tokens[name], seconds[name], strict=True)],
+            "texts": texts[name],
+        }
+        for name in texts
     }
 
 

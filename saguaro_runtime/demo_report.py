@@ -103,7 +103,9 @@ def summarize(
         },
         "texts_equal": equal,
         "texts_gap": gap,
-        "predicted_ssd_vs_sd": predict(rows, variants),
+        "predicted_ssd_vs_sd": predict(rows["sd"], rows["ssd"], config)
+        if "sd" in rows and "ssd" in rows
+        else None,
         "settings": {
             "dtype": dtype,
             "prompts": prompts,
@@ -120,12 +122,11 @@ def summarize(
     }
 
 
-def predict(rows: Mapping[str, Mapping[str, Any]], variants: Sequence[Variant]) -> float | None:
-    """SSD against SD by Theorem 7, from the times, tokens and hit rate measured in these runs."""
-    if "sd" not in rows or "ssd" not in rows:
-        return None
-    sd, ssd = rows["sd"], rows["ssd"]
-    config = next(variant.config for variant in variants if variant.name == "ssd")
+def predict(sd: Mapping[str, Any], ssd: Mapping[str, Any], config: EngineConfig) -> float:
+    """SSD against SD by Theorem 7, from the times, tokens and hit rate measured in these runs.
+
+    `config` is that of SSD.
+    """
     after = ssd["tokens_per_round_after"]
     mean = ssd["tokens_per_round"]
     return ssd_vs_sd(

@@ -63,9 +63,10 @@ class FakeEngine:
         ids = (prompt * 99)[: params.max_new_tokens]
         return [*ids[:-1], 0] if self.wrong and self.config.method == "ssd" else ids
 
-    def generate(self, prompt: list[int], params: SamplingParams) -> list[SimpleNamespace]:
+    def generate(self, prompts: Any, params: SamplingParams) -> list[SimpleNamespace]:
         self.log.append(("generate", params.max_new_tokens))
-        return [SimpleNamespace(token_ids=self._answer(prompt, params), rounds=[])]
+        several = [prompts] if isinstance(prompts[0], int) else prompts
+        return [SimpleNamespace(token_ids=self._answer(its, params), rounds=[]) for its in several]
 
     def reset_stats(self) -> None:
         self.log.append(("reset", self.config.method))
@@ -153,7 +154,7 @@ def test_variants_are_warmed_up_and_then_take_turns(monkeypatch: pytest.MonkeyPa
     variants.append(Variant("assisted", EngineConfig(method="sd", threads=2)))
     with opened(pair, variants) as runs:
         params = SamplingParams(20, 0.7)
-        rows = measure(runs, variants, [[1], [2, 3]], params, lambda: ticks.append(1))
+        rows = measure(runs, variants, [[[1]], [[2, 3]]], params, lambda: ticks.append(1))
     warm = demo_measure.WARM_UP_TOKENS
     assert pair.log == [
         ("open", "sd"),
@@ -161,7 +162,9 @@ def test_variants_are_warmed_up_and_then_take_turns(monkeypatch: pytest.MonkeyPa
         *(("generate", 20), ("assisted", 20, True)) * 2,
         ("close", "sd"),
     ]
-    assert rows["sd"] == {**STATS, "tokens_per_s": 40 / 2.0}
+    texts = [[1] * 20, [2, 3] * 10]
+    measured = {"tokens_per_s": 40 / 2.0, "rates": [20.0, 20.0], "texts": texts}
+    assert rows["sd"] == STATS | measured
     assert rows["assisted"]["tokens_per_s"] == 40 / 8.0 and rows["assisted"]["hit_rate"] == 0.0
     assert len(ticks) == 4
     assert torch.get_num_threads() == threads
