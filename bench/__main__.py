@@ -10,6 +10,7 @@ python -m bench traffic                   verification beside the peers' publish
 python -m bench paper                     the paper's rates beside the planner's
 python -m bench readme [--check]          the README's tables, from bench/results
 python -m bench equality                  every method's text against the target's own
+python -m bench end_to_end [--quick]      tokens per second of every method on the demo's pair
 python -m bench gpu                       check every kernel on a GPU, and time it
 """
 
@@ -76,6 +77,10 @@ def main(arguments: Sequence[str]) -> int:
         from . import readme
 
         return readme.main(arguments[1:])
+    if command == "end_to_end":
+        from . import end_to_end
+
+        return end_to_end.main(arguments[1:])
     if command == "equality":
         from . import equality
 
