@@ -26,8 +26,8 @@ from ..build import Built, build_lane
 from ..config import EngineConfig
 from ..lanes import Lane
 from ..models import Model
+from ..params import SamplingParams
 from ..policy import retry_length
-from ..requests import SamplingParams
 from ..round import Admission, Turn
 from .processors import split_processors
 

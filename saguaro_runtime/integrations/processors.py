@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -85,6 +85,36 @@ def processors_of_row(processors: Iterable[Any], row: int, rows: int) -> LogitsP
 
 def _allowed(function: Any, batch: int, _: int, ids: torch.Tensor) -> list[int]:
     return list(function(batch, ids))
+
+
+def request_options(
+    processors: Sequence[Any], row: int, rows: int, padded: torch.Tensor, padding: int
+) -> dict[str, Any]:
+    """The processors that precede temperature and filters, as options of SamplingParams.
+
+    `padded` [n]: the row's prompt as generate() has it, its first `padding` ids not the text's.
+    """
+    its = processors_of_row(processors, row, rows)
+    options: dict[str, Any] = {}
+    if its and type(its[0]) is logits_process.RepetitionPenaltyLogitsProcessor:
+        ignored = getattr(its[0], "prompt_ignore_length", None)
+        if (0 if ignored is None else int(ignored)) == padding:
+            options["repetition_penalty"] = its.pop(0).penalty
+    if its:
+        options["logits_processor"] = partial(_call, its, padded)
+    return options
+
+
+def _call(
+    processors: Any,
+    padded: torch.Tensor,
+    _: Sequence[int],
+    new: Sequence[int],
+    logits: torch.Tensor,
+) -> torch.Tensor:
+    ids = torch.cat((padded, padded.new_tensor(new)))
+    out: torch.Tensor = processors(ids[None], logits[None])[0]
+    return out
 
 
 class Stops(NamedTuple):

@@ -88,9 +88,7 @@ class Row:
         if logits is not None:
             self.logits.append(logits[:taken])
         if self.request.finish_reason == "error":
-            raise SaguaroError(
-                f"after {len(self.ids)} tokens the model's logits are NaN or all -inf"
-            )
+            raise SaguaroError(f"after {len(self.ids)} tokens: {self.request.error}")
         self.done = self.done or self.request.finish_reason is not None
 
 

@@ -3,8 +3,10 @@
     model.generate(**inputs, custom_generate=Saguaro(draft))
 
 generate() prepares inputs, processors and stopping criteria as for its own loops and then calls the
-object instead of one of them. Two things never reach such a callable, because generate() keeps
-them: `streamer` and `tokenizer`. So the object carries them.
+object instead of one of them. Processors and criteria are called per row and per token, processors
+also for drafts that may be refused: they must be functions of their arguments. Two things never
+reach such a callable, because generate() keeps them: `streamer` and `tokenizer`. So the object
+carries them.
 
     Saguaro(draft, streamer=TextStreamer(tokenizer), seed=7)
 """
@@ -24,8 +26,8 @@ from saguaro_kernels.errors import ConfigError, UnsupportedError
 
 from ..config import EngineConfig
 from ..engine import Engine
-from ..requests import SamplingParams
-from .processors import processors_of_row, split_criteria, split_processors
+from ..params import SamplingParams
+from .processors import processors_of_row, request_options, split_criteria, split_processors
 from .rows import Columns, Record, Row
 
 _SPREAD = 0x9E3779B97F4A7C15
@@ -100,9 +102,6 @@ class Saguaro:
         width = input_ids.shape[1]
         room = (stops.max_length or generation_config.max_length) - width
         sampled = split_processors(logits_processor, generation_config.do_sample)
-        if sampled.processors:
-            names = ", ".join(type(its).__name__ for its in sampled.processors)
-            raise UnsupportedError(f"{names}: the engine cannot call logits processors yet")
         params = [
             SamplingParams(
                 max_new_tokens=room,
@@ -110,8 +109,11 @@ class Saguaro:
                 stop_token_ids=stops.stop_ids,
                 ignore_eos=True,
                 **sampled.options,
+                **request_options(
+                    sampled.processors, row, len(prompts), input_ids[row], width - len(prompts[row])
+                ),
             )
-            for seed in self._seeds(len(prompts), generation_config.do_sample)
+            for row, seed in enumerate(self._seeds(len(prompts), generation_config.do_sample))
         ]
         engine = self._engine_for(model, max(map(len, prompts)) + room + self.config.k + 1)
         columns = Columns(self.streamer, 0 if pad is None else int(pad))

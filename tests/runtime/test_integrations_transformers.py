@@ -11,6 +11,8 @@ import tiny_models
 import torch
 from transformers import (
     DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
     StoppingCriteria,
     StoppingCriteriaList,
     TextIteratorStreamer,
@@ -19,7 +21,7 @@ from transformers import (
 from transformers.generation import logits_process
 
 import saguaro_runtime
-from saguaro_runtime import ConfigError, EngineConfig, UnsupportedError
+from saguaro_runtime import ConfigError, EngineConfig, SaguaroError, UnsupportedError
 from saguaro_runtime.integrations.processors import split_processors
 from saguaro_runtime.integrations.transformers import Saguaro
 
@@ -131,9 +133,78 @@ def test_text_comes_out_of_a_text_streamer() -> None:
     assert "".join(streamer) == TOKENIZER.decode(got[0, len(PROMPTS[0]) :])
 
 
+class Favours(LogitsProcessor):
+    """Pushes ids by the length and the last id of the text."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        ids = (7 * input_ids.shape[1] + input_ids[:, -1:]) % 61
+        return scores.scatter_add_(1, ids, torch.full(ids.shape, 4.0))  # in place, as some do
+
+
+def only_letters(batch_id: int, ids: torch.Tensor) -> list[int]:
+    return list(range(97 + batch_id, 123))
+
+
+PROCESSED = {
+    "repetition_penalty": {"repetition_penalty": 1.7},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2, "repetition_penalty": 1.3},
+    "min_new_tokens": {"min_new_tokens": 6, "eos_token_id": list(range(0, 256, 3))},
+    "suppress_tokens": {"suppress_tokens": list(range(0, 256, 2))},
+    "bad_words_ids": {"bad_words_ids": [[id] for id in range(30, 200)]},
+    "exponential_decay": {
+        "exponential_decay_length_penalty": (3, 1.5), "eos_token_id": list(range(0, 256, 5)),
+    },
+    "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": only_letters},
+    "own": {"logits_processor": LogitsProcessorList([Favours()]), "repetition_penalty": 1.2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROCESSED)
+def test_logits_processors_hold_at_every_position(name: str) -> None:
+    want = generate(batch(), **PROCESSED[name])
+    assert not torch.equal(want, generate(batch()))
+    with hook() as saguaro:
+        assert torch.equal(generate(batch(), custom_generate=saguaro, **PROCESSED[name]), want)
+
+
+def test_all_at_once_is_the_assisted_text() -> None:
+    texts, puts = [], []
+    for theirs in (True, False):
+        streamer = Recorder()
+        options = {"assistant_model": DRAFT, "streamer": streamer} if theirs else {
+            "custom_generate": hook(streamer=streamer)
+        }  # fmt: skip
+        texts.append(
+            generate(
+                batch(PROMPTS[:1]), repetition_penalty=1.5, eos_token_id=[201],
+                stopping_criteria=StoppingCriteriaList([StopsAt(19)]), **options,
+            )
+        )  # fmt: skip
+        puts.append([id for put in streamer.puts for id in torch.tensor(put).flatten().tolist()])
+    # Theirs asks the criterion once a round and may keep a few tokens more.
+    ours, count = texts[1], texts[1].shape[1]
+    assert torch.equal(texts[0][:, :count], ours) and count == 19
+    assert puts[0][:count] == puts[1] == ours[0].tolist()
+
+
+def test_processors_that_sample_and_those_that_fail() -> None:
+    sampling = {"do_sample": True, "epsilon_cutoff": 0.99, "top_k": 0}  # leaves one id
+    its = batch(PROMPTS[:1])
+    want = generate(its, **sampling)
+    assert torch.equal(generate(its, custom_generate=hook(), **sampling), want)
+
+    class Raises(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("mine")
+
+    with pytest.raises(SaguaroError, match="mine"):
+        generate(its, custom_generate=hook(), logits_processor=LogitsProcessorList([Raises()]))
+
+
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=len)
 def test_a_dictionary_with_scores_and_logits(prompts: list[str]) -> None:
-    options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True,
+               "repetition_penalty": 1.3}  # fmt: skip
     want = generate(batch(prompts), **options)
     got = generate(batch(prompts), custom_generate=hook(), **options)
     assert type(got) is type(want)
