@@ -106,7 +106,7 @@ def run(options: argparse.Namespace, *, beside_peers: bool = False) -> int:
     """Measure what `options` name and print it."""
     import torch
 
-    from . import cases, measure, report, timing  # noqa: F401  cases registers them
+    from . import cases, interpreter, measure, report, timing  # noqa: F401  cases registers them
     from .registry import SYSTEM, select
 
     if options.list or not options.name:
@@ -123,6 +123,8 @@ def run(options: argparse.Namespace, *, beside_peers: bool = False) -> int:
         return 2
     on_gpu = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET", "0") in ("", "0")
     roof, floor = (timing.measured_roof(), timing.launch_floor_us()) if on_gpu else (0.0, 0.0)
+    if not on_gpu:
+        interpreter.install()
     results, red = [], {}
     gated = not options.no_gate and (measure.ROOT / "tests").is_dir()
     for case in chosen:

@@ -25,6 +25,13 @@ import pytest  # noqa: E402
 SHM = Path("/dev/shm")
 
 
+def pytest_configure() -> None:
+    if os.environ["TRITON_INTERPRET"] == "1":
+        from bench import interpreter
+
+        interpreter.install()
+
+
 @pytest.fixture(scope="session")
 def device() -> str:
     """Where kernel tests put their tensors: "cuda" when kernels are compiled, else "cpu"."""
