@@ -13,23 +13,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers.generation import CandidateGenerator
 
 from saguaro_kernels.distribution import is_within_reference
-from saguaro_kernels.errors import ConfigError
 
-from ..build import Built, build_lane
 from ..config import EngineConfig
-from ..lanes import Lane
-from ..models import Model
 from ..params import SamplingParams
-from ..policy import retry_length
-from ..round import Admission, Turn
 from .processors import split_processors
+from .texts import TextDrafter
 
 
 class SaguaroCandidateGenerator(CandidateGenerator):
@@ -51,24 +45,26 @@ class SaguaroCandidateGenerator(CandidateGenerator):
         config: EngineConfig = EngineConfig(),  # noqa: B008
         seed: int | None = None,
     ) -> None:
-        if config.method == "ar":
-            raise ConfigError("method: got 'ar', want 'sd' or 'ssd': a candidate generator drafts")
-        # The loop's own dice decide the extra token: noise-aware predictions would predict nothing.
-        self.config = dataclasses.replace(config, rule="token", ranking="probability", max_batch=1)
-        self.draft, self.target, self.seed = draft, target, seed
+        self.config, self.target, self.seed = dataclasses.replace(config, max_batch=1), target, seed
         self.vocab_size: int = target.get_output_embeddings().weight.shape[0]
-        self._lane: Lane | None = None
-        self._room = 0
-        self._held = False
-        self._uid = self._number = 0
+        self._draft = draft
+        self._drafter: TextDrafter | None = None
         self.start(SamplingParams(), self.config.max_tokens - self.config.k - 1)
 
     def start(self, params: SamplingParams, max_length: int) -> None:
-        """The next sequence: how its drafts are sampled, and how long it may become."""
-        self.params, self.max_length = params, max_length
-        self._text: list[int] = []
+        """Sequences that begin from now on: how drafts are sampled, how long they may become."""
+        tokens = max(self.config.max_tokens, max_length + self.config.k + 1)
+        if self._drafter is None or tokens > self._drafter.config.max_tokens:
+            self.close()
+            self._drafter = TextDrafter(
+                self._draft,
+                vocab_size=self.vocab_size,
+                config=dataclasses.replace(self.config, max_tokens=tokens),
+                max_length=max_length,
+                target=self.target,
+            )
+        self._drafter.begin(params, max_length)
 
-    @torch.no_grad()
     def get_candidates(  # type: ignore[override]
         self, input_ids: torch.Tensor, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -76,24 +72,20 @@ class SaguaroCandidateGenerator(CandidateGenerator):
 
         A sequence's first call has none: the draft prefills while the target does.
         """
-        text = input_ids[0].tolist()
-        added = len(text) - len(self._text)
-        if not self._text or added < 1 or text[: -added or None] != self._text:
-            self._admit(text)
-            added = 0
-        reply = self._chain_after(text, added - 1)
-        self._text = text
-        count = int(reply.chain.num_draft[0]) if reply else 0
-        if reply is None or not count:
+        assert self._drafter is not None
+        [row] = self._drafter.chains([input_ids[0].tolist()])
+        if row is None:
             return input_ids, None
-        chain = reply.chain
-        candidates = torch.cat((input_ids, chain.tokens[:1, :count].to(input_ids)), dim=1)
-        if self.params.temperature == 0:
+        chain = self._drafter.lane.chain
+        count = int(chain.num_draft[row])
+        candidates = torch.cat((input_ids, chain.tokens[row, None, :count].to(input_ids)), dim=1)
+        temperature = self._drafter.params.temperature
+        if temperature == 0:
             return candidates, None
-        logits = chain.logits[0, :count].float()
-        ids = torch.arange(logits.shape[-1])
-        kept = is_within_reference(logits, ids, chain.cutoff[0, :count], chain.cutoff_id[0, :count])
-        law = (logits / self.params.temperature).masked_fill(~kept, -torch.inf)
+        logits = chain.logits[row, :count].float()
+        cutoffs = chain.cutoff[row, :count], chain.cutoff_id[row, :count]
+        kept = is_within_reference(logits, torch.arange(logits.shape[-1]), *cutoffs)
+        law = (logits / temperature).masked_fill(~kept, -torch.inf)
         beyond = self.vocab_size - law.shape[-1]
         return candidates, torch.nn.functional.pad(law, (0, beyond), value=-torch.inf)[None]
 
@@ -122,39 +114,7 @@ class SaguaroCandidateGenerator(CandidateGenerator):
             del self.target._get_candidate_generator
 
     def close(self) -> None:
-        """End the draft's process. Safe to call twice; a later call starts a new one."""
-        lane, self._lane, self._held = self._lane, None, False
-        if lane is not None:
-            lane.close()
-
-    def _admit(self, text: list[int]) -> None:
-        slots = max(self.max_length, len(text)) + self.config.k + 1
-        if self._lane is None or slots > self._room:
-            self.close()
-            self._room = max(slots, self.config.max_tokens)
-            config = dataclasses.replace(self.config, max_tokens=self._room)
-            model = cast(Model, SimpleNamespace(vocab_size=self.vocab_size))
-            built = Built(model, self.target, None, frozenset(), self.max_length)
-            self._lane = build_lane(self.draft, built, config)
-        assert self._lane is not None
-        if self._held:
-            self._lane.release([0])
-        self._uid, self._held = self._uid + 1, True
-        self._lane.admit([Admission(0, text, self.params, slots)])
-
-    def _chain_after(self, text: list[int], accepted: int) -> Lane | None:
-        """The lane, whose chain follows `text` now; None where the draft is late or off."""
-        assert self._lane is not None
-        self._number += 1
-        budget = max(0, min(self.config.k, self.max_length - len(text) - 1))
-        turn = Turn(
-            number=self._number,
-            rows=torch.tensor([0]),
-            uid=torch.tensor([self._uid]),
-            base=torch.tensor([len(text)]),
-            last=torch.tensor(text[-1:]),
-            accepted=torch.tensor([accepted], dtype=torch.int32),
-            budget=torch.tensor([budget], dtype=torch.int32),
-            retry=torch.tensor([retry_length(self.config, 1)], dtype=torch.int32),
-        )
-        return self._lane if self._lane.next_chain(turn) else None
+        """End the draft's process. Safe to call twice."""
+        drafter, self._drafter = self._drafter, None
+        if drafter is not None:
+            drafter.close()

@@ -31,8 +31,8 @@ def test_greedy_text_with_hits() -> None:
             assert torch.equal(generate(assistant_model=DRAFT), generate())
         long = generate(assistant_model=DRAFT, max_new_tokens=30)
     assert torch.equal(long, generate(max_new_tokens=30))
-    assert drafter._lane is not None and drafter._lane.off is None
-    names = {span.name for span in drafter._lane.spans()}
+    assert drafter._drafter is not None and drafter._drafter.lane.off is None
+    names = {span.name for span in drafter._drafter.lane.spans()}
     assert {"promote", "tree_step", "draft_step"} <= names
     assert "_get_candidate_generator" not in vars(TARGET)
     drafter.close()
