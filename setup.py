@@ -8,6 +8,7 @@ TEST = [
     "pytest>=8",
     "pytest-timeout>=2.3",
     "pytest-benchmark>=5",
+    "pytest-xdist>=3.6",
     "hypothesis>=6.100",
     "scipy>=1.11",
     "matplotlib>=3.8",

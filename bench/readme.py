@@ -12,7 +12,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import report
+from saguaro_runtime import demo_report
+
+from . import equality, report
 
 README = report.HERE.parent / "README.md"
 RESULTS = report.HERE / "results"
@@ -44,7 +46,26 @@ def traffic(path: Path = RESULTS / "traffic.json") -> str:
     )
 
 
-SECTIONS = {"traffic": traffic}
+def demo(path: Path = RESULTS / "demo.json") -> str:
+    """The table that `saguaro demo` printed, and what it ran on."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    machine, versions = found["machine"], found["versions"]
+    return (
+        f"\n```text\n{demo_report.render(found)}\n```\n\n"
+        f"`saguaro demo --json`, {machine['date']}, {machine['cores']} cores of "
+        f"{machine['processor']}, torch {versions['torch']}, transformers "
+        f"{versions['transformers']}.\n"
+    )
+
+
+def texts(path: Path = RESULTS / "equality.json") -> str:
+    """What `python -m bench equality` found."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    table = equality.render(found)
+    return f"\n```text\n{table}\n```\n\n`python -m bench equality`, {found['date']}.\n"
+
+
+SECTIONS = {"traffic": traffic, "demo": demo, "texts": texts}
 
 
 def regenerate(text: str) -> str:
