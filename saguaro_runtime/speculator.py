@@ -64,7 +64,6 @@ class Speculator:
         self._expected = torch.zeros(rows, dtype=torch.bool)
         self._held: set[int] = set()
         self._turn: Turn | None = None
-        self._redrafted = torch.zeros(rows, dtype=torch.bool)
 
     def admit(self, admissions: list[Admission]) -> None:
         """Prefill the prompts of new rows, all but the last token."""
@@ -108,8 +107,6 @@ class Speculator:
             self.chain.take(rows, self.branch, (rows, branch[hit].to(torch.int64)))
             self.chain.num_draft[rows] = turn.budget[hit].clamp(max=self.draft_len)
         self._redraft(turn, ~hit)
-        self._redrafted.zero_()
-        self._redrafted[turn.rows] = ~hit
         self._turn = turn
         return hit
 
@@ -154,16 +151,16 @@ class Speculator:
             tokens = tokens.index_copy(0, going.nonzero()[:, 0], sample.tokens)
 
     def _feed_last(self, turn: Turn) -> None:
-        """Feed the last token of redrafted chains: its key, and the row that follows the chain."""
-        fresh = self._redrafted[turn.rows]
-        rows, base = turn.rows[fresh], turn.base[fresh]
-        if not len(rows):
-            return
-        count = self.chain.num_draft[rows].to(torch.int64)
-        drafted = self.chain.tokens[rows, (count - 1).clamp(min=0)]
-        tokens = torch.where(count > 0, drafted, turn.last[fresh])
+        """Feed the last token of the chains: its key, and the row that follows the chain.
+
+        Left until the chain is on its way: nobody waits for it, and of all branches one needs it.
+        """
+        count = self.chain.num_draft[turn.rows].to(torch.int64)
+        drafted = self.chain.tokens[turn.rows, (count - 1).clamp(min=0)]
+        tokens = torch.where(count > 0, drafted, turn.last)
         with self.timeline.span("feed_last"):
-            self.chain.logits[rows, count] = self._feed(rows, tokens, base - 1 + count)
+            logits = self._feed(turn.rows, tokens, turn.base - 1 + count)
+            self.chain.logits[turn.rows, count] = logits
 
     def _draft_branches(self, turn: Turn) -> None:
         rows = turn.rows
@@ -186,22 +183,21 @@ class Speculator:
         self.depth[rows] = outcomes.depth
         tokens = outcomes.tokens.clamp(min=0)  # unused branches
         bases = turn.base[:, None] + outcomes.depth + 1
-        for step in range(self.draft_len + 1):
+        for step in range(self.draft_len):
             with self.timeline.span("tree_step"):
                 logits = self.model.decode_tree(
                     rows, tokens, trunk_len, outcomes.depth, self.draft_len, step
                 )[..., : self.vocab_size]
             self.branch.logits[rows, :, step] = logits
-            if step < self.draft_len:
-                with self.timeline.span("sample"):
-                    sample = self._sample(
-                        logits.flatten(0, 1),
-                        rows.repeat_interleave(self.branches),
-                        bases.flatten(),
-                        step,
-                    )
-                self.branch.put((rows,), step, sample)
-                tokens = sample.tokens.view_as(tokens)
+            with self.timeline.span("sample"):
+                sample = self._sample(
+                    logits.flatten(0, 1),
+                    rows.repeat_interleave(self.branches),
+                    bases.flatten(),
+                    step,
+                )
+            self.branch.put((rows,), step, sample)
+            tokens = sample.tokens.view_as(tokens)
         self._file(turn, outcomes.depth, outcomes.tokens)
 
     def _accept_prob(
