@@ -12,6 +12,7 @@ Source: prompt lookup decoding (Saxena, 2023); Ziv and Lempel, 1977.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,18 @@ from ._launch import Impl, check_tensor, on_device, resolve_impl
 from .distribution import PAD
 from .errors import ConfigError
 
-_BLOCK = 1024
+
+@dataclass(frozen=True)
+class NgramConfig:
+    """Positions of a history that a program looks at together, and its warps."""
+
+    block: int
+    num_warps: int
+
+
+def ngram_config() -> NgramConfig:
+    """One program per request walks its history: as wide as the loads of 4 warps are."""
+    return NgramConfig(block=1024, num_warps=4)
 
 
 def ngram_propose_reference(
@@ -108,6 +120,7 @@ def _ngram_propose(
         tokens.copy_(proposal[0])
         count.copy_(proposal[1])
     elif batch:
+        config = ngram_config()
         with on_device(history.device):
             _ngram_propose_kernel[(batch,)](
                 history,
@@ -118,8 +131,9 @@ def _ngram_propose(
                 num_tokens=num_tokens,
                 max_n=max_n,
                 min_n=min_n,
-                BLOCK=_BLOCK,
+                BLOCK=config.block,
                 BLOCK_K=triton.next_power_of_2(max(1, num_tokens)),
+                num_warps=config.num_warps,
             )
 
 
@@ -167,5 +181,7 @@ def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], int]
     signature = {"history_ptr": "*i64", "length_ptr": "*i32", "tokens_ptr": "*i64"}
     signature |= {"count_ptr": "*i32"}
     signature |= dict.fromkeys(("history_stride", "num_tokens", "max_n", "min_n"), "i32")
-    constexprs = {"BLOCK": _BLOCK, "BLOCK_K": 8}
-    return [("ngram_propose-K5", _ngram_propose_kernel, signature, constexprs, 4)]
+    config = ngram_config()
+    constexprs = {"BLOCK": config.block, "BLOCK_K": 8}
+    case = ("ngram_propose-K5", _ngram_propose_kernel, signature, constexprs, config.num_warps)
+    return [case]

@@ -13,6 +13,7 @@ every source of a later step (trunk_len + draft_len + 1 + s'*M + i, as M >= 1).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,21 @@ from ._launch import Impl, check_tensor, on_device, resolve_impl
 from .errors import ConfigError, ShapeError
 
 _LENGTHS = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class PromotionConfig:
+    """Elements that a program moves of each of its positions, all of which it holds at once."""
+
+    block_e: int
+    num_warps: int
+
+
+def promotion_config(positions: int, inner: int) -> PromotionConfig:
+    """About 4096 elements a program, of `inner` elements a position; rows of 64 at least."""
+    held = triton.next_power_of_2(positions)
+    block_e = min(triton.next_power_of_2(inner), max(64, 4096 // held))
+    return PromotionConfig(block_e, num_warps=4)
 
 
 def promote_branch_reference(
@@ -104,6 +120,7 @@ def _promote_branch_launch(
     *,
     draft_len: int,
     branches: int,
+    config: PromotionConfig | None = None,
 ) -> None:
     planes, _, page_size, heads, head_dim = kv_pages.shape
     inner, batch = heads * head_dim, branch.shape[0]
@@ -111,9 +128,8 @@ def _promote_branch_launch(
         return
     strides = kv_pages.stride()[:3]
     unit = 16 if all(stride % 16 == 0 for stride in strides) else 1
-    block_s = triton.next_power_of_2(draft_len + 1)
-    block_e = min(triton.next_power_of_2(inner), max(64, 4096 // block_s))
-    chunks = triton.cdiv(inner, block_e)
+    config = config or promotion_config(draft_len + 1, inner)
+    chunks = triton.cdiv(inner, config.block_e)
     with on_device(kv_pages.device):
         _promote_branch_kernel[(planes * chunks, batch)](
             kv_pages,
@@ -129,8 +145,9 @@ def _promote_branch_launch(
             chunks=chunks,
             INNER=inner,
             UNIT=unit,
-            BLOCK_S=block_s,
-            BLOCK_E=block_e,
+            BLOCK_S=triton.next_power_of_2(draft_len + 1),
+            BLOCK_E=config.block_e,
+            num_warps=config.num_warps,
         )
 
 
@@ -202,6 +219,7 @@ def _promote_branch(
 def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
     """(name, kernel, signature, constexprs, num_warps) for bfloat16 and float32 pages."""
     pointers = ("table_ptr", "trunk_ptr", "depth_ptr", "branch_ptr")
+    config = promotion_config(6, 1024)
     return [
         (
             f"promote_branch-K5-{kind}",
@@ -211,8 +229,8 @@ def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], int]
                 **dict.fromkeys(pointers, "*i32"),
                 **dict.fromkeys(_INTEGERS, "i32"),
             },
-            {"INNER": 1024, "UNIT": 16, "BLOCK_S": 8, "BLOCK_E": 512},
-            4,
+            {"INNER": 1024, "UNIT": 16, "BLOCK_S": 8, "BLOCK_E": config.block_e},
+            config.num_warps,
         )
         for kind in ("bf16", "fp32")
     ]

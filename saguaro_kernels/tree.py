@@ -24,6 +24,20 @@ from .errors import ConfigError
 
 
 @dataclass(frozen=True)
+class LayoutConfig:
+    """Branches that a program lays out, and its warps."""
+
+    block_m: int
+    num_warps: int
+
+
+def layout_config(branches: int) -> LayoutConfig:
+    """All branches of a request's step in one program, up to 1024."""
+    block_m = min(1024, triton.next_power_of_2(branches))
+    return LayoutConfig(block_m, num_warps=1 if block_m <= 128 else 4)
+
+
+@dataclass(frozen=True)
 class Layout:
     """S steps of M branches: S = draft_len + 1 for a tree; a chain has S = 1 and M = its width."""
 
@@ -151,9 +165,9 @@ def _layout_launch(
     steps, batch, branches = out.slots.shape
     if not out.ids.numel():
         return
-    block = min(1024, triton.next_power_of_2(branches))
+    config = layout_config(branches)
     with on_device(tokens.device):
-        _layout_kernel[(batch, triton.cdiv(branches, block), steps)](
+        _layout_kernel[(batch, triton.cdiv(branches, config.block_m), steps)](
             tokens,
             limit,
             trunk_len,
@@ -170,8 +184,8 @@ def _layout_launch(
             table_stride_b=0 if page_table is None else page_table.stride(0),
             CHAIN=chain,
             PAGED=page_table is not None,
-            BLOCK_M=block,
-            num_warps=1 if block <= 128 else 4,
+            BLOCK_M=config.block_m,
+            num_warps=config.num_warps,
         )
 
 
@@ -321,13 +335,14 @@ def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], int]
     }
     integers = ("branches", "draft_len", "pages", "page_size", "table_stride_b")
     signature = {**pointers, **dict.fromkeys(integers, "i32")}
+    config = layout_config(24)
     return [
         (
             f"layout-{'chain' if chain else 'tree'}",
             _layout_kernel,
             signature,
-            {"CHAIN": chain, "PAGED": True, "BLOCK_M": 32},
-            1,
+            {"CHAIN": chain, "PAGED": True, "BLOCK_M": config.block_m},
+            config.num_warps,
         )
         for chain in (False, True)
     ]

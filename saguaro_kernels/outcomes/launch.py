@@ -29,6 +29,8 @@ class OutcomesConfig:
     width: int
     block_v: int
     splits: int
+    num_warps: int = 4
+    select_warps: int = 8
 
 
 def outcomes_config(batch: int, rows: int, vocab: int, branches: int) -> OutcomesConfig:
@@ -91,6 +93,7 @@ def _predict_outcomes_launch(
             UNIT=unit,
             F=config.width,
             BLOCK_V=config.block_v,
+            num_warps=config.num_warps,
         )
         _predict_outcomes_select_kernel[(batch,)](
             kept,
@@ -111,7 +114,7 @@ def _predict_outcomes_launch(
             F=config.width,
             BLOCK_K=triton.next_power_of_2(rows),
             BLOCK_S=triton.next_power_of_2(config.splits),
-            num_warps=8,
+            num_warps=config.select_warps,
         )
 
 

@@ -26,7 +26,19 @@ from .contract import Sample
 
 FLOOR = 1e-8
 _FLOOR = tl.constexpr(FLOOR)
-BLOCK = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class GeometricConfig:
+    """Ids per program, and its warps."""
+
+    block: int
+    num_warps: int
+
+
+def geometric_config() -> GeometricConfig:
+    """Two loads of 16 bytes per thread in bfloat16, as where rows are verified."""
+    return GeometricConfig(block=4096, num_warps=8)
 
 
 def geometric_row_reference(
@@ -89,10 +101,12 @@ def _geometric_row(
         return
     rows, vocab = row.shape
     if rows:
+        config = geometric_config()
         with on_device(row.device):
-            _geometric_row_kernel[(triton.cdiv(vocab, BLOCK), rows)](
+            _geometric_row_kernel[(triton.cdiv(vocab, config.block), rows)](
                 row, draft_logits, temperature.contiguous(), cutoff, cutoff_id, top, log_sum,
-                vocab, draft_logits.stride(0), row.stride(0), BLOCK=BLOCK, num_warps=8,
+                vocab, draft_logits.stride(0), row.stride(0),
+                BLOCK=config.block, num_warps=config.num_warps,
             )  # fmt: skip
 
 
@@ -163,4 +177,8 @@ def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], int]
     pointers |= dict.fromkeys(("temperature_ptr", "cutoff_ptr", "max_ptr", "log_sum_ptr"), "*fp32")
     integers = dict.fromkeys(("vocab", "stride", "row_stride"), "i32")
     signature = pointers | integers
-    return [("geometric_row_kernel", _geometric_row_kernel, signature, {"BLOCK": BLOCK}, 8)]
+    config = geometric_config()
+    constexprs = {"BLOCK": config.block}
+    return [
+        ("geometric_row_kernel", _geometric_row_kernel, signature, constexprs, config.num_warps)
+    ]

@@ -76,9 +76,10 @@ def test_random_texts(max_n, min_n, impl, device):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_texts_longer_than_a_block(impl, device):
     generator = torch.Generator().manual_seed(0)
-    text = torch.randint(0, 300, (2 * ngram_module._BLOCK + 100,), generator=generator).tolist()
+    block = ngram_module.ngram_config().block
+    text = torch.randint(0, 300, (2 * block + 100,), generator=generator).tolist()
     text[40:44] = text[-4:]  # the only long match, in the first block
-    rows = [text, text[: ngram_module._BLOCK + 1], text[: ngram_module._BLOCK]]
+    rows = [text, text[: block + 1], text[:block]]
     found = check(rows, impl, device, max_n=4)
     assert found[0] == text[44:48]
 
