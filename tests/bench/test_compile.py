@@ -1,6 +1,7 @@
-"""Every kernel compiles for four targets without a GPU; the reader of binaries reads them right.
+"""Every kernel compiles without a GPU; the reader of binaries reads them right.
 
-Here one case of each kernel; `python -m bench compile` does them all.
+Here one case of each kernel for sm_90, and two for the other targets; all cases for all targets
+take minutes and are `python -m bench compile`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.compile import TARGETS, _widest_load
+from bench.compile import TARGETS, TUNED, _widest_load
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,17 +35,27 @@ def _compile(*arguments: str, out: Path) -> tuple[int, list[dict], str]:
 
 
 @pytest.mark.timeout(600)
-def test_every_kernel_compiles_for_four_targets(tmp_path) -> None:
-    code, rows, output = _compile("--first", out=tmp_path / "out.json")
+def test_every_kernel_compiles(tmp_path) -> None:
+    code, rows, output = _compile("--first", "--targets", "sm_90", out=tmp_path / "out.json")
     print(output)
     assert code == 0, output
-    assert {row["target"] for row in rows} == set(TARGETS)
     families = ("cache", "layout", "promote", "row_scan", "tree_attention", "verify")
     for family in families:
         assert any(family in row["name"] for row in rows), f"no case of {family}"
     # What streams the vocabulary does it 16 bytes at a time.
     streams = [row for row in rows if row["name"].strip("_").startswith(("row_scan", "verify-"))]
-    assert all(row["load_bits"] == 128 for row in streams if row["target"] == "sm_90"), output
+    assert all(row["load_bits"] == 128 for row in streams), output
+
+
+def test_other_targets(tmp_path) -> None:
+    """A kernel that multiplies matrices and one that competes for slots."""
+    others = [target for target in TARGETS if target != TUNED]
+    pattern = "^(tree_attention-verify-G3-D64-bf16|cache_insert)$"
+    code, rows, output = _compile(pattern, "--targets", ",".join(others), out=tmp_path / "out.json")
+    assert code == 0, output
+    attention, insert = ([r for r in rows if r["name"].startswith(n)] for n in ("tree", "cache"))
+    assert [row["target"] for row in attention] == [row["target"] for row in insert] == others
+    assert all(row["tensor_core"] > 0 for row in attention), output
 
 
 def test_registers_loads_products_spills_and_failures_are_read(tmp_path) -> None:

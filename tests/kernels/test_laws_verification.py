@@ -11,10 +11,21 @@ import types
 import numpy as np
 import pytest
 import torch
+from live_ids import noise_of_ids, scattered_ids, spread
 
 import oracles
-from saguaro_kernels import Draft, Keys, Sampling, Stream, log_prob_reference, rng, saguaro_sample
+from saguaro_kernels import (
+    Draft,
+    Keys,
+    Sampling,
+    Stream,
+    log_prob_reference,
+    rng,
+    saguaro_sample,
+    verify,
+)
 from saguaro_kernels.verification import reference, verify_reference
+from saguaro_kernels.verification.contract import Inputs
 
 GOLDEN = oracles.load_golden()
 DRAWS = 1 << 17
@@ -37,6 +48,8 @@ def test_noise_of_rows_is_the_noise() -> None:
     for stream in (Stream.EXTRA, Stream.COUPLED):
         expected = rng.gumbel_reference(keys, offset, stream, 9)
         assert torch.equal(noise_of_rows(keys, offset, stream, 9), expected)
+        ids = torch.tensor([8, 0, 3, 5])
+        assert torch.equal(noise_of_ids(keys, offset, stream, ids), expected[:, ids])
 
 
 def logs(probabilities: object) -> torch.Tensor:
@@ -190,15 +203,17 @@ def test_coupled_matches_and_is_plain_sampling() -> None:
     )
     first = (verdict.num_accepted > 0).double().mean()
     assert abs(first - match) < 5 * (match * (1 - match) / draws) ** 0.5
-    text = torch.zeros((draws, 0), dtype=torch.int64)
+    some = 1 << 13
+    few = Keys(keys.seed[:some], keys.base[:some])
+    text = torch.zeros((some, 0), dtype=torch.int64)
     for i in range(steps + 1):
         plain = saguaro_sample(
-            model.rows(model.p, text), ones(draws), keys, offset=i, stream=Stream.COUPLED,
+            model.rows(model.p, text), ones(some), few, offset=i, stream=Stream.COUPLED,
             impl="reference",
         ).tokens  # fmt: skip
         text = torch.cat((text, plain[:, None]), 1)
-    emitted = verdict.tokens >= 0
-    assert torch.equal(verdict.tokens[emitted], text[emitted])
+    tokens = verdict.tokens[:some]
+    assert torch.equal(tokens[tokens >= 0], text[tokens >= 0])
 
 
 # -- filters and the scaled set --------------------------------------------------------------------
@@ -273,8 +288,7 @@ def iid_counts(tokens: torch.Tensor, law: np.ndarray, seed: int) -> tuple[np.nda
     ],
 )
 def test_filters_on_both_sides(name: str, rule: str) -> None:
-    draws = 1 << 15
-    *_, tokens, _ = iid_round(rule, draws, filtered_sampling(draws, name), seed=4)
+    *_, tokens, _ = iid_round(rule, DRAWS, filtered_sampling(DRAWS, name), seed=4)
     filters = {"top-k": {"top_k": 2}, "top-p": {"top_p": 0.9}, "min-p": {"min_p": 0.3}}[name]
     law = oracles.row_law(logs(P_ROW).numpy(), 0.8, **filters)
     assert oracles.follows(*iid_counts(tokens, law, 4))
@@ -282,8 +296,8 @@ def test_filters_on_both_sides(name: str, rule: str) -> None:
 
 def test_unfiltered_q_is_caught() -> None:
     """Fault 1: raw logits kept for q while filtered ones were sampled."""
-    sampling = filtered_sampling(1 << 15, "top-k")
-    target, draft, _, keys = iid_round("token", 1 << 15, sampling, seed=4)
+    sampling = filtered_sampling(DRAWS, "top-k")
+    target, draft, _, keys = iid_round("token", DRAWS, sampling, seed=4)
     whole = (draft.logits / 0.8).log_softmax(-1).gather(2, draft.tokens[..., None])[..., 0]
     wrong = dataclasses.replace(draft, cutoff=None, cutoff_id=None, logq=whole)
     law = oracles.row_law(logs(P_ROW).numpy(), 0.8, top_k=2)
@@ -445,66 +459,132 @@ def _text_law(model: Model, length: int) -> np.ndarray:
 # -- large vocabularies ----------------------------------------------------------------------------
 
 
-def scattered(vocab: int, row: list[float]) -> tuple[torch.Tensor, list[int]]:
-    """Log-probabilities with the row's ids spread over the tiles, both ends included."""
-    inner = [1, vocab // 3, vocab // 2 + 1, vocab - 2]
-    ids = [0, *inner[: len(row) - 2], vocab - 1]
-    logits = torch.full((vocab,), -torch.inf)
-    logits[torch.tensor(ids)] = logs(row)
-    return logits, ids
-
-
 @pytest.mark.parametrize(
-    "vocab, draws, steps, rule",
-    [(4096, 1 << 13, 1, "token"), (4096, 1 << 13, 2, "block"), (128256, 1 << 10, 1, "token")],
-    ids=["V4096-token", "V4096-block", "V128256-token"],
+    "vocab, rule", [(4096, "token"), (4096, "block"), (4096, "coupled"), (128256, "block")]
 )
-def test_live_ids_scattered_over_tiles(vocab: int, draws: int, steps: int, rule: str) -> None:
-    p, ids = scattered(vocab, P_ROW)
-    q, _ = scattered(vocab, Q_ROW)
-    place = torch.full((vocab,), -1)
-    place[torch.tensor(ids)] = torch.arange(6)
-    generator, texts, chunk = torch.Generator().manual_seed(vocab), [], 256 if vocab < 10**5 else 16
-    for start in range(0, draws, chunk):
-        keys = Keys(torch.arange(start, start + chunk), torch.full((chunk,), 3))
-        live, logq = draw(logs(Q_ROW).expand(chunk * steps, 6), generator)
-        draft = Draft(
-            torch.tensor(ids)[live].view(chunk, steps),
-            torch.full((chunk,), steps, dtype=torch.int32),
-            q.expand(chunk, steps, vocab),
-            logq=logq.view(chunk, steps),
-            sampling=ones(chunk),
+def test_live_ids_scattered_over_tiles(
+    vocab: int, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The law of the live ids' columns; whole rows give the same tokens, kernels too."""
+    steps, ids, keys = 2, scattered_ids(vocab, 6), keys_of(DRAWS, seed=12, base=3)
+    drawn = "COUPLED" if rule == "coupled" else "DRAFT"
+    tokens, logq = [], []
+    for i in range(steps):
+        score = logs(Q_ROW) + noise_of_ids(keys, i, Stream[drawn], ids)
+        tokens.append(score.argmax(1))
+        logq.append(logs(Q_ROW)[tokens[-1]])
+    columns = Draft(
+        torch.stack(tokens, 1),
+        torch.full((DRAWS,), steps, dtype=torch.int32),
+        logs(Q_ROW).expand(DRAWS, steps, 6),
+        logq=torch.stack(logq, 1),
+        sampling=ones(DRAWS),
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            reference,
+            "gumbel_reference",
+            lambda keys, offset, stream, _: noise_of_ids(keys, offset, stream, ids),
         )
-        target = p.expand(chunk, steps + 1, vocab)
-        tokens = verify_reference(target, draft, ones(chunk), keys, rule=rule).tokens
-        texts.append(torch.where(tokens < 0, -1, place[tokens]))
-        assert torch.equal(texts[-1] < 0, tokens < 0)
-    assert oracles.follows(*iid_counts(torch.cat(texts), np.array(P_ROW), 12))
+        target = logs(P_ROW).expand(DRAWS, steps + 1, 6)
+        verdict = verify_reference(target, columns, ones(DRAWS), keys, rule=rule)
+    assert oracles.follows(*iid_counts(verdict.tokens, np.array(P_ROW), 12))
+    rows = 2**18 // vocab
+    for impl, count in (("reference", rows), ("triton", rows // 8 + 2)):
+        wide = dataclasses.replace(
+            columns,
+            tokens=ids[columns.tokens[:count]],
+            num_draft=columns.num_draft[:count],
+            logits=spread(logs(Q_ROW), ids, vocab).expand(count, steps, vocab),
+            logq=columns.logq[:count],
+            sampling=ones(count),
+        )
+        target = spread(logs(P_ROW), ids, vocab).expand(count, steps + 1, vocab)
+        few = Keys(keys.seed[:count], keys.base[:count])
+        whole = verify(target, wide, ones(count), few, rule=rule, impl=impl)
+        assert torch.equal(whole.num_accepted, verdict.num_accepted[:count])
+        expected = verdict.tokens[:count]
+        assert torch.equal(whole.tokens, torch.where(expected < 0, -1, ids[expected]))
 
 
-def test_tail_of_rare_ids() -> None:
+TAIL = 4096
+
+
+def tail_noise(
+    keys: Keys, offset: torch.Tensor, stream: Stream
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Noise of 6 live ids and of the tail as one id, and which of the tail's it is.
+
+    Ids of one logit compete by their noise alone, and the largest of n Gumbels, less log n, adds
+    to the log of their mass what it adds to the log of the winner's.
+    """
+    counters = torch.stack(rng._counters(keys, offset, stream), 1)
+    columns, winners = [], []
+    for part in counters.split(16):
+        noise = rng._gumbel(*part.unbind(1), stream, 6 + TAIL)
+        best, winner = noise[:, 6:].max(1)
+        columns.append(torch.cat((noise[:, :6], best[:, None] - np.log(TAIL)), 1))
+        winners.append(winner)
+    return torch.cat(columns), torch.cat(winners)
+
+
+def test_tail_of_rare_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     """4,096 ids of mass .01 beside the live ones: a coarse uniform or log(1 - x) misses them."""
-    tail, draws = 4096, 1 << 13
-    p = torch.cat((0.99 * logs(P_ROW).exp(), torch.full((tail,), 0.01 / tail))).log()
-    q = torch.cat((0.998 * logs(Q_ROW).exp(), torch.full((tail,), 0.002 / tail))).log()
-    counts, upper = np.zeros(7), 0
-    for chunk in range(0, draws, 1 << 11):
-        keys = Keys(torch.arange(chunk, chunk + 2048), torch.full((2048,), 3))
-        generator = torch.Generator().manual_seed(chunk)
-        token, logq = draw(q.expand(2048, -1), generator)
-        draft = Draft(
-            token[:, None],
-            torch.ones(2048, dtype=torch.int32),
-            q.expand(2048, 1, -1),
-            logq=logq[:, None],
-            sampling=ones(2048),
-        )
-        verdict = verify_reference(p.expand(2048, 2, -1), draft, ones(2048), keys, rule="token")
-        first = verdict.tokens[:, 0]
-        counts += np.bincount(first.clamp(max=6).numpy(), minlength=7)
-        upper += int((first >= 6 + tail // 2).sum())
-    assert oracles.follows(counts, np.append(0.99 * np.array(P_ROW), 0.01))
-    assert abs(upper / counts[6] - 0.5) < 5 * 0.5 / counts[6] ** 0.5
+    p, q = logs([*(0.99 * x for x in P_ROW), 0.01]), logs([*(0.998 * x for x in Q_ROW), 0.002])
+    keys = keys_of(DRAWS, seed=14, base=3)
+    token, logq = draw(q.expand(DRAWS, 7), torch.Generator().manual_seed(14))
+    draft = Draft(
+        token[:, None],
+        torch.ones(DRAWS, dtype=torch.int32),
+        q.expand(DRAWS, 1, 7),
+        logq=logq[:, None],
+        sampling=ones(DRAWS),
+    )
+    drawn = []
+
+    def noise(keys: Keys, offset: torch.Tensor, stream: Stream, _: int) -> torch.Tensor:
+        drawn.append(tail_noise(keys, offset, stream))
+        return drawn[-1][0]
+
+    monkeypatch.setattr(reference, "gumbel_reference", noise)
+    # Of a draft that stands nothing more is drawn.
+    given = Inputs(bonus_tokens=token)
+    target, options = p.expand(DRAWS, 2, 7), {"rule": "token", "inputs": given}
+    verdict = verify_reference(target, draft, ones(DRAWS), keys, **options)
+    first, law = verdict.tokens[:, 0], np.append(0.99 * np.array(P_ROW), 0.01)
+    refused = verdict.num_accepted == 0
+    ((columns, winner),) = drawn
+    assert len(columns) == refused.sum()
+    assert oracles.follows(np.bincount(first.numpy(), minlength=7), law)
+    # Within the tail no id is preferred.
+    recovered = winner[first[refused] == 6]
+    counts = np.bincount((recovered // (TAIL // 8)).numpy(), minlength=8)
+    assert oracles.follows(counts, np.full(8, 1 / 8))
+    # The control: noise that never reaches the tail.
+    columns[:, 6] = -torch.inf
+    monkeypatch.setattr(reference, "gumbel_reference", lambda *_: columns)
+    without = verify_reference(target, draft, ones(DRAWS), keys, **options).tokens[:, 0]
+    assert not oracles.follows(np.bincount(without.numpy(), minlength=7), law)
+    # Whole rows give the same tokens.
+    monkeypatch.setattr(reference, "gumbel_reference", noise_of_rows)
+    some = 128
+    ids = torch.cat((torch.arange(6), torch.tensor([6 + TAIL // 2])))
+    even = lambda row: torch.cat((row[:6], (row[6] - np.log(TAIL)).expand(TAIL)))  # noqa: E731
+    wide = Draft(
+        ids[token[:some, None]],
+        draft.num_draft[:some],
+        even(q).expand(some, 1, -1),
+        logq=(logq - np.log(TAIL) * (token == 6))[:some, None],
+        sampling=ones(some),
+    )
+    few = Keys(keys.seed[:some], keys.base[:some])
+    target = even(p).expand(some, 2, -1)
+    whole = verify_reference(target, wide, ones(some), few, rule="token").tokens[:, 0]
+    assert torch.equal(whole.clamp(max=6), first[:some])
+    own = refused[:some] & (first[:some] == 6)
+    assert torch.equal(
+        whole[own] - 6, winner[: refused[:some].sum()][first[:some][refused[:some]] == 6]
+    )
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])

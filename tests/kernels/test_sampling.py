@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from live_ids import noise_of_ids, scattered_ids, spread
 
 import oracles
 from bench.traffic import Meter
@@ -31,7 +32,7 @@ from saguaro_kernels.distribution.launch import (
 )
 from saguaro_kernels.errors import ConfigError, DTypeError, ShapeError
 from saguaro_kernels.rng import gumbel_reference
-from saguaro_kernels.sampling import saguaro_sample_reference
+from saguaro_kernels.sampling import reference, saguaro_sample_reference
 
 IMPLS = ("reference", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -406,10 +407,11 @@ def test_streams_and_keys_reach_the_noise(device):
 DRAWS, CHUNK = 1 << 17, 1 << 12
 
 
-def draw_many(logits: torch.Tensor, draws: int, **options) -> np.ndarray:
-    """Histogram [V] of tokens drawn by the reference from one row under seeds 0, 1, .."""
-    sampling = options.pop("sampling", {})
-    counts = np.zeros(logits.shape[0], np.int64)
+def draw_many(
+    logits: torch.Tensor, draws: int, ids: torch.Tensor | None = None, **options
+) -> torch.Tensor:
+    """Tokens drawn by the reference from one row under seeds 0, 1, ..; of `ids`, its columns."""
+    sampling, tokens = options.pop("sampling", {}), []
     for start in range(0, draws, CHUNK):
         rows = min(CHUNK, draws - start)
         per_row = {name: torch.full((rows,), value) for name, value in sampling.items()}
@@ -418,59 +420,69 @@ def draw_many(logits: torch.Tensor, draws: int, **options) -> np.ndarray:
         given = dict(options)
         if "downweight" in given:
             given["downweight"] = torch.full((rows,), given["downweight"])
-        sample = saguaro_sample_reference(
-            logits.expand(rows, -1),
-            Sampling(**{"temperature": torch.ones(rows), **per_row}),
-            Keys(torch.arange(start, start + rows), torch.full((rows,), 11)),
-            offset=0,
-            **given,
-        )
-        counts += np.bincount(sample.tokens.numpy(), minlength=len(counts))
-    return counts
+        keys = Keys(torch.arange(start, start + rows), torch.full((rows,), 11))
+        with pytest.MonkeyPatch.context() as patch:
+            if ids is not None:
+                noise = noise_of_ids(keys, 0, Stream.DRAFT, ids), torch.arange(rows)
+                patch.setattr(reference, "distinct_gumbel_reference", lambda *_, n=noise: n)
+            sample = saguaro_sample_reference(
+                logits.expand(rows, -1),
+                Sampling(**{"temperature": torch.ones(rows), **per_row}),
+                keys,
+                offset=0,
+                **given,
+            )
+        tokens.append(sample.tokens)
+    return torch.cat(tokens)
 
 
-def scattered(vocab: int, ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-    row = torch.full((vocab,), -torch.inf)
-    row[ids] = logits
-    return row
+def histogram(tokens: torch.Tensor, cells: int) -> np.ndarray:
+    return np.bincount(tokens.numpy(), minlength=cells)
 
 
-def test_law_of_downweighted_draws_beside_a_tail():
-    # Live ids at both ends and on both sides of tile edges, C = .3 on the 3 largest; the other
-    # 4,096 ids have a mass of .01 together.
-    ids = [0, 1, 1023, 2047, 2048, 3000, 4102, 4103]
+@pytest.mark.parametrize("vocab", [4096, 128256])
+@pytest.mark.parametrize("scheme", ["filtered", "downweight"])
+def test_law_of_ids_scattered_over_tiles(vocab, scheme):
+    """The law of the live ids' columns; whole rows give the same tokens."""
+    row = torch.tensor([1.0, 0.2, 1.5, -0.5, 0.9, 0.0, 2.0, -1.0])
+    ids = scattered_ids(vocab, 8)
+    if scheme == "downweight":
+        options = {"scale_f": 3, "downweight": 0.3}
+        law = oracles.row_law(row.numpy(), **options)
+        wrong = [
+            oracles.row_law(row.numpy()),
+            oracles.row_law(row.numpy(), downweight=0.3, scale_f=4),
+        ]
+    else:
+        filters = {"temperature": 0.8, "top_k": 6, "top_p": 0.9, "min_p": 0.2}
+        options, law = {"sampling": filters}, oracles.row_law(row.numpy(), **filters)
+        wrong = [
+            oracles.row_law(row.numpy(), **{**filters, **one})
+            for one in ({"temperature": 0.85}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.5})
+        ]
+    tokens = draw_many(row, DRAWS, ids, **options)
+    assert oracles.follows(histogram(tokens, 8), law)
+    assert not any(oracles.follows(histogram(tokens, 8), other) for other in wrong)
+    count = 2**20 // vocab
+    whole = draw_many(spread(row, ids, vocab), count, **options)
+    assert torch.equal(whole, ids[tokens[:count]])
+
+
+def test_law_beside_a_tail():
+    # C = .3 on the 3 largest; 4,096 other ids have a mass of .01 together.
     live = torch.tensor([1.0, 0.2, 1.5, -0.5, 0.9, 0.0, 2.0, -1.0])
-    row = scattered(4104, ids, live - live.logsumexp(0))
+    ids = scattered_ids(4104, 8)
     tail = 0.1 * torch.randn(4104, generator=torch.Generator().manual_seed(0))
-    row = torch.where(row > -torch.inf, row, tail + np.log(0.01 / 4096))
-    counts = draw_many(row, DRAWS, scale_f=3, downweight=0.3)
+    row = tail + np.log(0.01 / 4096)
+    row[ids] = live - live.logsumexp(0)
+    tokens = draw_many(row, 1 << 14, scale_f=3, downweight=0.3)
     law = oracles.row_law(row.numpy(), downweight=0.3, scale_f=3)
-    assert oracles.follows(counts, law)
     grouped = lambda x: np.append(x[ids], np.delete(x, ids).sum())  # noqa: E731
-    assert oracles.follows(grouped(counts), grouped(law))
-    # Controls: the unscaled law, one id more scaled, and a tail a fifth lighter are told from it.
-    assert not oracles.follows(counts, oracles.row_law(row.numpy()))
-    assert not oracles.follows(counts, oracles.row_law(row.numpy(), downweight=0.3, scale_f=4))
-    lighter = grouped(law) * np.array([1.0] * 8 + [0.8])
-    assert not oracles.follows(grouped(counts), lighter / lighter.sum())
-
-
-def test_law_of_filtered_draws():
-    ids = [5, 70, 128, 129, 200, 255]
-    row = scattered(256, ids, torch.tensor([0.4, 0.4, 0.1, -0.3, -0.6, -2.0]))
-    filters = {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.2}
-    counts = draw_many(row, DRAWS, sampling=filters)
-    assert oracles.follows(counts, oracles.row_law(row.numpy(), **filters))
-    for wrong in ({"temperature": 0.85}, {"top_k": 2}, {"top_p": 0.7}, {"min_p": 0.5}):
-        assert not oracles.follows(counts, oracles.row_law(row.numpy(), **{**filters, **wrong}))
-
-
-def test_law_in_a_large_vocabulary():
-    ids = [0, 8191, 8192, 65535, 65536, 128255]
-    row = scattered(128256, ids, torch.tensor([0.0, 0.5, 1.0, 0.0, 0.5, 1.0]))
-    counts = draw_many(row, 1 << 10)
-    assert oracles.follows(counts, oracles.row_law(row.numpy()))
-    assert not oracles.follows(counts, oracles.row_law(row.numpy(), temperature=2.0))
+    counts, cells = grouped(histogram(tokens, 4104)), grouped(law)
+    assert oracles.follows(counts, cells)
+    # The control: a tail half as heavy is told from it.
+    cells[-1] /= 2
+    assert not oracles.follows(counts, cells / cells.sum())
 
 
 # -- geometric ------------------------------------------------------------------------------------
