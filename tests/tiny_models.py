@@ -13,13 +13,17 @@ PAD, EOS, BOS = 256, 257, 258
 
 
 def llama(
-    seed: int = 0, *, near: transformers.PreTrainedModel | None = None, scale: float = 4.0
+    seed: int = 0,
+    *,
+    near: transformers.PreTrainedModel | None = None,
+    scale: float = 4.0,
+    length: int = 256,
 ) -> transformers.PreTrainedModel:
     """A random model; `near`: like that one, so that a part of its drafts is accepted."""
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=length,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).eval()
     model.lm_head.weight.data.mul_(scale)
