@@ -88,6 +88,7 @@ def build_lane(draft: Any, target: Built, config: EngineConfig) -> Lane | None:
         tokens=tokens,
         threads=config.draft_threads,
         timeout_s=config.draft_timeout_s,
+        restarts=config.draft_restarts,
         speculator=options,
     )
     lane.wait_ready()

@@ -58,6 +58,8 @@ class EngineConfig:
         threads, draft_threads: CPU threads of the target and of a draft process; None shares the
             cores.
         draft_timeout_s: how long a round waits for the draft before it goes on without.
+        draft_restarts: how often in a short time a draft process that failed is started again; one
+            is forgotten for every 16 rounds that it answers.
         impl: implementation of the kernels, see saguaro_kernels.
 
     Raises:
@@ -78,6 +80,7 @@ class EngineConfig:
     threads: int | None = None
     draft_threads: int = 1
     draft_timeout_s: float = 30.0
+    draft_restarts: int = 5
     impl: Impl = "auto"
 
     def __post_init__(self) -> None:
@@ -91,6 +94,7 @@ class EngineConfig:
             ("max_tokens", 1, 1 << 40),
             ("threads", 1, 1024),
             ("draft_threads", 1, 1024),
+            ("draft_restarts", 0, 1 << 30),
         ):
             value = getattr(self, name)
             if value is None and name == "threads":

@@ -157,7 +157,8 @@ class Engine:
             "t_redraft_step_ms": mean_ms(self.spans, "draft_step"),
             "t_look_ahead_ms": mean_ms(self.spans, "look_ahead"),
             "t_sample_ms": mean_ms(self.spans, "sample"),
-            "speculation": "off" if self.lane is None else self.lane.off or "on",
+            "speculation": "off" if self.lane is None else self.lane.status,
+            "draft_faults": [] if self.lane is None else list(self.lane.faults),
         }
 
     def close(self) -> None:
@@ -184,8 +185,8 @@ class Engine:
             for new in admissions:
                 self.model.allocate(new.row, new.slots)
                 self._held.add(new.row)
-            if admissions and self.lane:
-                self.lane.admit(admissions)
+            if self.lane:
+                self.lane.admit(self.scheduler.running() if self.lane.empty else admissions)
             for new in admissions:
                 if len(new.prompt) > 1:
                     with self.timeline.span("prefill"):

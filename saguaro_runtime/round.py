@@ -15,7 +15,10 @@ from .params import SamplingParams
 
 @dataclass(frozen=True)
 class Admission:
-    """A request that joins: its row, its prompt, how it is sampled and the slots it may fill."""
+    """A request that joins: its row, its prompt, how it is sampled and the slots it may fill.
+
+    A draft that was started again takes in running requests: their prompts are their texts so far.
+    """
 
     row: int
     prompt: list[int]
@@ -123,6 +126,13 @@ class ChainStore:
         """Copy the chains of `other` at `index` to `rows`."""
         for name in (*self.SCALARS, *self.IDS, "num_draft", "logits"):
             getattr(self, name)[rows] = getattr(other, name)[index]
+
+    def is_legal(self, rows: torch.Tensor, most: torch.Tensor) -> bool:
+        """Whether the chains of `rows` have lengths up to `most` [B] and ids of the vocabulary."""
+        num_draft, tokens = self.num_draft[rows], self.tokens[rows]
+        used = torch.arange(tokens.shape[1]) < num_draft[:, None]
+        lengths = bool(((num_draft >= 0) & (num_draft <= most)).all())
+        return lengths and bool(((tokens >= 0) & (tokens < self.logits.shape[-1]))[used].all())
 
     def draft(self, rows: torch.Tensor, sampling: Sampling) -> Draft:
         """The chains of `rows` as `verify` takes them, as wide as the longest."""

@@ -67,9 +67,12 @@ class Scheduler:
             self._running[request.row] = request
             self._accepted[request.row] = -1
             self._table.set(request.row, request.params)
-            params = request.params.without_functions()
-            admissions.append(Admission(request.row, request.prompt, params, slots))
+            admissions.append(self._admission(request))
         return admissions
+
+    def running(self) -> list[Admission]:
+        """All rows with their texts so far, for a draft that holds none of them."""
+        return [self._admission(request) for request in self._running.values()]
 
     def turn(self) -> Turn | None:
         """The outcomes of all running rows, for the drafter; None where nothing runs."""
@@ -163,6 +166,11 @@ class Scheduler:
         self._free_rows.append(request.row)
         self._free_rows.sort()
         self._left.append(request.row)
+
+    def _admission(self, request: Request) -> Admission:
+        text = request.prompt + request.token_ids
+        params = request.params.without_functions()
+        return Admission(request.row, text, params, self._slots(request))
 
     def _slots(self, request: Request) -> int:
         return len(request.prompt) + request.limit + self.config.draft_len + 1

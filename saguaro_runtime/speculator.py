@@ -62,20 +62,25 @@ class Speculator:
         self.acceptance = AcceptanceModel(draft_len)
         self._features = self.acceptance.features(*torch.zeros(2, rows, draft_len))
         self._expected = torch.zeros(rows, dtype=torch.bool)
-        self._held: set[int] = set()
+        self._held: dict[int, int] = {}  # how many slots of a row hold keys of its text
         self._turn: Turn | None = None
 
     def admit(self, admissions: list[Admission]) -> None:
-        """Prefill the prompts of new rows, all but the last token."""
-        for new in admissions:
-            self.table.set(new.row, new.params)
-            self.model.allocate(new.row, new.slots + self.scratch_slots)
-            self._held.add(new.row)
-            self.chain.num_draft[new.row] = 0
-            if len(new.prompt) > 1:
+        """Take in the prompts of new rows, all but the last token, and what the texts of others
+        have become."""
+        for its in admissions:
+            if its.row not in self._held:
+                self.table.set(its.row, its.params)
+                self.model.allocate(its.row, its.slots + self.scratch_slots)
+                self._held[its.row] = 0
+            self.chain.num_draft[its.row] = 0
+            start = self._held[its.row]
+            if len(its.prompt) - 1 > start:
                 with self.timeline.span("prefill"):
-                    prompt = torch.tensor(new.prompt[:-1]).clamp(max=self.model.vocab_size - 1)
-                    self.model.prefill(new.row, prompt)
+                    tokens = torch.tensor(its.prompt[start:-1])
+                    tokens = tokens.clamp(max=self.model.vocab_size - 1)
+                    self.model.prefill(its.row, tokens, start)
+                    self._held[its.row] = len(its.prompt) - 1
 
     @property
     def scratch_slots(self) -> int:
@@ -83,8 +88,8 @@ class Speculator:
         return (self.draft_len + 1) * (self.branches + 1)
 
     def release(self, rows: list[int]) -> None:
-        for row in self._held.intersection(rows):
-            self._held.remove(row)
+        for row in self._held.keys() & set(rows):
+            del self._held[row]
             self.model.release(row)
 
     def next_chain(self, turn: Turn) -> torch.Tensor:
@@ -107,6 +112,7 @@ class Speculator:
             self.chain.take(rows, self.branch, (rows, branch[hit].to(torch.int64)))
             self.chain.num_draft[rows] = turn.budget[hit].clamp(max=self.draft_len)
         self._redraft(turn, ~hit)
+        self._held |= zip(turn.rows.tolist(), (turn.base - 1).tolist(), strict=True)
         self._turn = turn
         return hit
 

@@ -23,13 +23,24 @@ class Lane(Protocol):
         chain: chains of all rows. Written only while a turn is being answered, so they may be read
             from the answer to a turn until the next turn is given.
         off: why there is no more drafting, or None.
+        faults: what has failed on the draft's side so far, whether or not it went on.
     """
 
     chain: ChainStore
     off: str | None
+    faults: list[str]
+
+    @property
+    def status(self) -> str:
+        """ "on", or why there is no drafting now."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether the draft holds no rows and is to be given all that run: at the start, or again
+        after a failure."""
 
     def admit(self, admissions: list[Admission]) -> None:
-        """Start prefilling new rows on the draft."""
+        """Start prefilling these rows on the draft."""
 
     def release(self, rows: list[int]) -> None:
         """Rows whose requests have ended."""

@@ -20,6 +20,15 @@ class InlineLane:
         self.speculator = speculator
         self.chain = speculator.chain
         self.off: str | None = None
+        self.faults: list[str] = []
+
+    @property
+    def status(self) -> str:
+        return self.off or "on"
+
+    @property
+    def empty(self) -> bool:
+        return False
 
     def admit(self, admissions: list[Admission]) -> None:
         self._try(lambda: self.speculator.admit(admissions))
@@ -43,6 +52,7 @@ class InlineLane:
             return work()
         except Exception as error:
             self.off = f"the draft failed: {type(error).__name__}: {error}"
+            self.faults.append(self.off)
             return None
 
     def close(self) -> None:

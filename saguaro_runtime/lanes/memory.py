@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import pickle
+from typing import Any
 
 import torch
+
+from saguaro_kernels.errors import ConfigError
 
 _ALIGN = 64
 
@@ -37,3 +41,22 @@ class Arena:
 def padded_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """Bytes a tensor takes in an arena."""
     return -(-math.prod(shape) * dtype.itemsize // _ALIGN) * _ALIGN
+
+
+def file_of(model: Any) -> int:
+    """The model in an anonymous file; its descriptor.
+
+    Raises:
+        ConfigError: the model cannot be pickled.
+    """
+    fd = os.memfd_create("saguaro-draft")
+    try:
+        with os.fdopen(os.dup(fd), "wb") as file:
+            torch.save(model, file)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        os.close(fd)
+        raise ConfigError(
+            f"draft {type(model).__name__}: cannot be sent to another process ({error}); "
+            "define its class in a module, or use EngineConfig(lane='inline')"
+        ) from error
+    return fd

@@ -2,41 +2,55 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-import pickle
-import socket
-import subprocess
-import sys
+import time
 import weakref
 from collections import deque
-from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from saguaro_kernels.errors import ConfigError, SaguaroError
+from saguaro_kernels.errors import SaguaroError
 
 from ..metrics import KEPT_SPANS, Span
 from ..round import Admission, ChainStore, Turn
 from .base import Reply
-from .memory import Arena, padded_bytes
-from .worker import Setup
+from .child import Child, Lost
+from .memory import Arena, file_of
+from .worker import Setup, allocate_beat, is_answer, store_bytes
 
-_START_TIMEOUT_S = 300.0
-_FURTHEST_BEHIND = 64
-"""Turns a draft may leave unanswered; far fewer than fill the pipe, where a send would block."""
-_START = "import sys; from saguaro_runtime.lanes.worker import main; main(int(sys.argv[1]))"
-_LOST = (EOFError, OSError)
+_FURTHEST_BEHIND = 16
+"""Turns a draft may leave unanswered. It then gets no more until it has answered these, and what
+the texts have become meanwhile in one piece. Far fewer than fill the pipe."""
+_STILL_S, _DEAD_S = 5.0, 30.0
+"""A draft whose heart has stopped so long is not waited for; so long, and it is started again."""
+_LONGEST_S = 300.0
+"""For a start, or for an answer while the heart beats."""
+_FORGIVEN_AFTER = 16
+"""Turns answered for which one earlier restart is forgotten."""
+
+State = Literal["starting", "empty", "on", "behind"]
+"""Loading the draft; to be given all rows; knows them and gets their turns; gets no more turns
+until it has answered those it has, and is then to be given all rows again."""
 
 
 class ProcessLane:
     """Runs the drafter in a process of its own; chains come back through shared memory.
 
-    The process is started by a plain command, so scripts need no `if __name__ == "__main__"`. It
-    ends when the engine closes or dies. If it dies first, `off` says so and rows go on undrafted.
+    It ends when the engine closes or dies. If it ends first, stops, or sends what cannot be, it is
+    started again while rows go on undrafted, and takes in their texts. One that keeps failing is
+    given up: `off` says why.
     """
+
+    _child: Child
+    _state: State
+    _caught_up: bool
+    """It has answered a turn since it was given the rows: worth waiting for the next."""
+    _unanswered: int
+    _asked_spans: bool
+    _left: list[int]
+    """Rows whose requests ended while it was behind."""
 
     def __init__(
         self,
@@ -49,43 +63,54 @@ class ProcessLane:
         threads: int,
         timeout_s: float,
         speculator: dict[str, Any],
+        restarts: int = 5,
     ) -> None:
         """`model`: a transformers model or a picklable `Model`; `speculator`: options of
-        Speculator.
+        Speculator; `restarts`: most of them in a short time.
 
         Raises:
             ConfigError: the model cannot be sent to another process.
         """
         self.off: str | None = None
-        self._timeout_s, self._ready, self._unanswered = timeout_s, False, 0
-        self._asked_spans = False
+        self.faults: list[str] = []
+        self._timeout_s, self._restarts, self._restarts_left = timeout_s, restarts, restarts
         self._spans: deque[Span] = deque(maxlen=KEPT_SPANS)
         sizes = ((rows,), speculator["draft_len"], vocab_size, dtype)
-        model_fd = _file_of(model)
-        arena = Arena(_store_bytes(*sizes))
+        model_fd = file_of(model)
+        arena = Arena(store_bytes(*sizes))
+        self._beat = allocate_beat(arena)
         self.chain = ChainStore(*sizes, allocate=arena.allocate)
-        ours, theirs = socket.socketpair()
-        inherited = (theirs.fileno(), arena.fd, model_fd)
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _START, str(theirs.fileno())],
-            pass_fds=inherited,
-            stdin=subprocess.DEVNULL,
-            env=os.environ
-            | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": str(threads)},
-        )
-        theirs.close()
-        self._connection = Connection(ours.detach())
-        self._end = weakref.finalize(self, _stop, self._process, self._connection)
-        self._send(
-            Setup(model_fd, arena.fd, arena.size, threads, rows, tokens, dict(speculator)),
-        )
-        for fd in (arena.fd, model_fd):
-            os.close(fd)
+        # Kept for restarts, and closed with the lane.
+        self._files = [weakref.finalize(self, os.close, fd) for fd in (arena.fd, model_fd)]
+        self._setup = Setup(model_fd, arena.fd, arena.size, threads, rows, tokens, dict(speculator))
+        self._start()
 
     @property
     def pid(self) -> int:
         """Process id of the drafter."""
-        return self._process.pid
+        return self._child.pid
+
+    @property
+    def status(self) -> str:
+        if self.off or self._state != "starting":
+            return self.off or "on"
+        return f"starting again: {self.faults[-1]}" if self.faults else "starting"
+
+    @property
+    def empty(self) -> bool:
+        try:
+            if self.off:
+                return False
+            if self._state == "starting":
+                self._await_ready(0.0)
+            elif self._state == "behind":
+                self._take_answers()
+                if not self._unanswered:
+                    self._state = "empty"
+                    self._child.send(("release", self._left))
+        except Lost as error:
+            self._lose(error)
+        return self._state == "empty"
 
     def wait_ready(self) -> None:
         """Wait until the draft is loaded.
@@ -93,72 +118,128 @@ class ProcessLane:
         Raises:
             SaguaroError: it could not be; with the reason.
         """
-        if self._ready or self.off:
-            return
-        answer = self._receive(_START_TIMEOUT_S)
-        if answer is None:
-            reason = self.off or f"not ready after {_START_TIMEOUT_S:.0f} s"
+        try:
+            if self._state == "starting" and not self._await_ready(_LONGEST_S):
+                raise Lost(f"not ready after {_LONGEST_S:.0f} s")
+        except Lost as error:
+            self.off = str(error)
             self.close()
-            raise SaguaroError(f"draft process: {reason}")
-        self._ready = True
+            raise SaguaroError(f"draft process: {error}") from None
 
     def admit(self, admissions: list[Admission]) -> None:
-        self.wait_ready()
-        self._send(("admit", admissions))
+        if admissions and self._state in ("empty", "on"):
+            self._state = "on"
+            self._send(("admit", admissions))
 
     def release(self, rows: list[int]) -> None:
-        self._send(("release", rows))
+        if self._state == "behind":
+            self._left += rows
+        elif self._state != "starting":
+            self._send(("release", rows))
 
     def next_chain(self, turn: Turn) -> Reply | None:
-        _, *tensors = (getattr(turn, field.name) for field in dataclasses.fields(turn))
-        while self._unanswered and self._answer(0.0) is not None:
-            pass
-        if self._unanswered > _FURTHEST_BEHIND:
-            self._lose(f"the draft process fell {_FURTHEST_BEHIND} rounds behind")
-        # A draft that is still at an earlier turn is not waited for again until it has caught up.
-        timeout_s = 0.0 if self._unanswered else self._timeout_s
-        self._send(("turn", turn.number, [tensor.numpy() for tensor in tensors]))
-        self._unanswered += 1
-        answer = self._answer(timeout_s)
-        if answer is None or answer[1] != turn.number:
+        if self.off or self._state != "on":
             return None
-        hit = torch.from_numpy(answer[2])
-        if hit.shape != turn.rows.shape or hit.dtype != torch.bool or not self._legal(turn):
-            self._lose("the draft process sent a chain that cannot be")
+        try:
+            return self._next_chain(turn)
+        except Lost as error:
+            self._lose(error)
             return None
-        return Reply(hit)
 
     def spans(self) -> list[Span]:
-        if not self._unanswered and not self._asked_spans:
-            self._send(("spans",))
-            self._asked_spans = True
-        if self._asked_spans and not self._unanswered:
-            self._receive(self._timeout_s)
+        try:
+            if not self.off and self._state == "on" and not self._unanswered:
+                if not self._asked_spans:
+                    self._child.send(("spans",))
+                    self._asked_spans = True
+                self._receive(self._timeout_s)
+        except Lost as error:
+            self._lose(error)
         spans = list(self._spans)
         self._spans.clear()
         return spans
 
     def close(self) -> None:
         self.off = self.off or "closed"
-        self._end()
+        self._child.end()
+        for close in self._files:
+            close()
 
-    def _legal(self, turn: Turn) -> bool:
-        num_draft = self.chain.num_draft[turn.rows]
-        tokens = self.chain.tokens[turn.rows]
-        used = torch.arange(tokens.shape[1]) < num_draft[:, None]
-        vocab_size = self.chain.logits.shape[-1]
-        counts = bool(((num_draft >= 0) & (num_draft <= turn.budget)).all())
-        return counts and bool(((tokens >= 0) & (tokens < vocab_size))[used].all())
+    def _start(self) -> None:
+        """Start a process; the one before must have ended, for both write to the same chains."""
+        self._state, self._asked_spans = "starting", False
+        # The first rows of all have no texts yet that would take long.
+        self._caught_up = not self.faults
+        self._unanswered = self._answers = 0
+        self._heard_s = time.monotonic()
+        self._beat.fill_(self._heard_s)
+        self._child = Child(
+            self._setup,
+            inherited=(self._setup.arena_fd, self._setup.model_fd),
+            threads=self._setup.threads,
+            timeout_s=self._timeout_s,
+        )
+
+    def _lose(self, error: Lost) -> None:
+        """End a process that is of no use, and start another, if that has not been too often."""
+        self._child.end(patience_s=0.0)
+        self.faults.append(str(error))
+        if not self._restarts_left:
+            self.off = str(error)
+            return
+        self._restarts_left -= 1
+        try:
+            self._start()
+        except (Lost, OSError) as again:
+            self.off = f"{error}; it could not be started again: {again}"
+
+    def _await_ready(self, timeout_s: float) -> bool:
+        if self._child.receive(timeout_s) == ("ready",):
+            self._state = "empty"
+        elif time.monotonic() > self._heard_s + _LONGEST_S:
+            raise Lost(f"the draft process was not ready after {_LONGEST_S:.0f} s")
+        return self._state == "empty"
+
+    def _next_chain(self, turn: Turn) -> Reply | None:
+        _, *tensors = (getattr(turn, field.name) for field in dataclasses.fields(turn))
+        self._take_answers()
+        if self._unanswered > _FURTHEST_BEHIND:
+            self._state, self._caught_up, self._left = "behind", False, []
+            return None
+        # A draft that is still at an earlier turn is not waited for until it has caught up.
+        timeout_s = 0.0 if self._unanswered or not self._caught_up else self._timeout_s
+        self._child.send(("turn", turn.number, [tensor.numpy() for tensor in tensors]))
+        self._unanswered += 1
+        answer = self._answer(timeout_s)
+        if answer is None or answer[1] != turn.number:
+            return None
+        hit = torch.from_numpy(answer[2])
+        if hit.shape != turn.rows.shape or not self.chain.is_legal(turn.rows, turn.budget):
+            raise Lost("the draft process sent a chain that cannot be")
+        return Reply(hit)
 
     def _send(self, message: object) -> None:
         if self.off:
             return
         try:
-            self._connection.send(message)
-        except _LOST:
-            # What it said last tells more than that it is gone.
-            self._receive(0.0)
-            self._lose()
+            self._child.send(message)
+        except Lost as error:
+            self._lose(error)
+
+    def _still_s(self) -> float:
+        """How long ago the process's heart beat last."""
+        return time.monotonic() - float(self._beat)
+
+    def _take_answers(self) -> None:
+        """Take the answers that have come to turns that did not wait for them."""
+        while self._unanswered and self._answer(0.0) is not None:
+            pass
+        if self._still_s() > _DEAD_S:
+            time.sleep(1.0)  # the engine may have been stopped itself, and both have just gone on
+            if self._still_s() > _DEAD_S:
+                raise Lost(f"the draft process gave no sign of life for {_DEAD_S:.0f} s")
+        if self._unanswered and time.monotonic() > self._heard_s + _LONGEST_S:
+            raise Lost(f"the draft process did not answer for {_LONGEST_S:.0f} s")
 
     def _answer(self, timeout_s: float) -> Any:
         """The answer to the oldest turn that has none, or None; its spans are kept."""
@@ -167,71 +248,25 @@ class ProcessLane:
             answer = self._receive(timeout_s)
         if answer is not None:
             self._unanswered -= 1
+            self._caught_up = self._state == "on"
             self._spans.extend(answer[3])
+            self._answers += 1
+            if self._answers % _FORGIVEN_AFTER == 0:
+                self._restarts_left = min(self._restarts_left + 1, self._restarts)
         return answer
 
     def _receive(self, timeout_s: float) -> Any:
-        """The next answer, or None: too late, or no more."""
-        if self.off:
+        """The next answer, or None: too late, or its heart has stopped."""
+        deadline = time.monotonic() + timeout_s
+        answer = self._child.receive(min(timeout_s, 0.5))
+        while answer is None and time.monotonic() < deadline and self._still_s() < _STILL_S:
+            answer = self._child.receive(min(0.5, max(deadline - time.monotonic(), 0.0)))
+        if answer is None:
             return None
-        try:
-            if not self._connection.poll(timeout_s):
-                return None
-            answer = self._connection.recv()
-            if answer[0] == "spans":
-                self._asked_spans = False
-                self._spans.extend(answer[1])
-        except (*_LOST, pickle.UnpicklingError):
-            self._lose()
-            return None
-        if answer[0] == "error":
-            self._lose(f"the draft process failed:\n{answer[1]}")
-            return None
+        self._heard_s = time.monotonic()
+        if not is_answer(answer):
+            raise Lost("the draft process sent an answer that cannot be")
+        if answer[0] == "spans":
+            self._asked_spans = False
+            self._spans.extend(answer[1])
         return answer
-
-    def _lose(self, reason: str | None = None) -> None:
-        self._end()
-        self.off = (
-            self.off or reason or f"the draft process ended (exit code {self._process.returncode})"
-        )
-
-
-def _store_bytes(
-    leading: tuple[int, ...], draft_len: int, vocab_size: int, dtype: torch.dtype
-) -> int:
-    total = 0
-
-    def measure(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        nonlocal total
-        total += padded_bytes(shape, dtype)
-        return torch.empty(0)
-
-    ChainStore(leading, draft_len, vocab_size, dtype, measure)
-    return total
-
-
-def _file_of(model: Any) -> int:
-    """The model in an anonymous file; its descriptor."""
-    fd = os.memfd_create("saguaro-draft")
-    try:
-        with os.fdopen(os.dup(fd), "wb") as file:
-            torch.save(model, file)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        os.close(fd)
-        raise ConfigError(
-            f"draft {type(model).__name__}: cannot be sent to another process ({error}); "
-            "define its class in a module, or use EngineConfig(lane='inline')"
-        ) from error
-    return fd
-
-
-def _stop(process: subprocess.Popen[bytes], connection: Connection) -> None:
-    """End the process: ask, then insist. Its end of the pipe is gone either way."""
-    with contextlib.suppress(*_LOST):
-        connection.send(("close",))
-    connection.close()
-    try:
-        process.wait(timeout=1.0)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
+import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 import torch
 
-from ..metrics import Timeline
-from ..round import Turn
+from ..metrics import Span, Timeline
+from ..round import ChainStore, Turn
 from ..speculator import Speculator
-from .memory import Arena
+from .memory import Arena, padded_bytes
+
+_BEAT_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -52,28 +57,37 @@ def main(fd: int) -> None:
 def _serve(connection: Connection) -> None:
     setup: Setup = connection.recv()
     torch.set_num_threads(setup.threads)
-    speculator = build(setup)
+    arena = Arena(setup.arena_bytes, setup.arena_fd)
+    beat = allocate_beat(arena)
+    threading.Thread(target=_show_life, args=(beat,), daemon=True).start()
+    speculator = build(setup, arena)
     connection.send(("ready",))
-    while True:
-        kind, *payload = connection.recv()
-        if kind == "turn":
-            number, arrays = payload
-            turn = Turn(number, *(torch.from_numpy(array) for array in arrays))
-            hit = speculator.next_chain(turn)
-            connection.send(("chain", turn.number, hit.numpy(), speculator.timeline.drain()))
+    while (message := connection.recv())[0] != "close":
+        if (answer := answer_to(speculator, message)) is not None:
+            connection.send(answer)
+        if message[0] == "turn":
             speculator.look_ahead(late=connection.poll())
-        elif kind == "admit":
-            speculator.admit(payload[0])
-        elif kind == "release":
-            speculator.release(payload[0])
-        elif kind == "spans":
-            connection.send(("spans", speculator.timeline.drain()))
-        else:
-            return
 
 
-def build(setup: Setup) -> Speculator:
-    """The Speculator over the model and the arena that the engine prepared."""
+def answer_to(speculator: Speculator, message: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Do what the engine asks; what it is told, if anything."""
+    kind, *payload = message
+    if kind == "turn":
+        number, arrays = payload
+        turn = Turn(number, *(torch.from_numpy(array) for array in arrays))
+        hit = speculator.next_chain(turn)
+        return "chain", turn.number, hit.numpy(), speculator.timeline.drain()
+    if kind == "spans":
+        return "spans", speculator.timeline.drain()
+    if kind == "admit":
+        speculator.admit(payload[0])
+    else:
+        speculator.release(payload[0])
+    return None
+
+
+def build(setup: Setup, arena: Arena) -> Speculator:
+    """The Speculator over the model and the memory that the engine prepared."""
     from ..models import as_model
 
     model = torch.load(f"/proc/self/fd/{setup.model_fd}", mmap=True, weights_only=False)
@@ -81,7 +95,45 @@ def build(setup: Setup) -> Speculator:
     return Speculator(
         as_model(model, rows=setup.rows, tokens=setup.tokens, impl=impl),
         rows=setup.rows,
-        allocate=Arena(setup.arena_bytes, setup.arena_fd).allocate,
+        allocate=arena.allocate,
         timeline=Timeline("draft"),
         **setup.speculator,
     )
+
+
+def allocate_beat(arena: Arena) -> torch.Tensor:
+    """[1] float64: when the process last showed that it runs; the first tensor of the arena."""
+    return arena.allocate((1,), torch.float64)
+
+
+def store_bytes(
+    leading: tuple[int, ...], draft_len: int, vocab_size: int, dtype: torch.dtype
+) -> int:
+    """Bytes of an arena for the beat and the chains."""
+    total = padded_bytes((1,), torch.float64)
+
+    def measure(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        nonlocal total
+        total += padded_bytes(shape, dtype)
+        return torch.empty(0)
+
+    ChainStore(leading, draft_len, vocab_size, dtype, measure)
+    return total
+
+
+def _show_life(beat: torch.Tensor) -> None:
+    while True:
+        beat.fill_(time.monotonic())
+        time.sleep(_BEAT_S)
+
+
+def is_answer(answer: Any) -> bool:
+    """("spans", spans) or ("chain", number, hit [B] bool, spans)."""
+    if not isinstance(answer, tuple) or not answer or not isinstance(answer[-1], list):
+        return False
+    if not all(isinstance(span, Span) for span in answer[-1]):
+        return False
+    if answer[0] != "chain":
+        return answer[0] == "spans" and len(answer) == 2
+    _, number, hit = answer[:-1] if len(answer) == 4 else (None, None, None)
+    return isinstance(number, int) and isinstance(hit, np.ndarray) and hit.dtype == np.bool_

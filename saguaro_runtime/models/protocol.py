@@ -30,8 +30,9 @@ class Model(Protocol):
     def release(self, row: int) -> None:
         """Give the slots of `row` back."""
 
-    def prefill(self, row: int, tokens: torch.Tensor) -> None:
-        """Fill slots 0..N-1 of `row` with `tokens` [N] int64; no logits."""
+    def prefill(self, row: int, tokens: torch.Tensor, start: int = 0) -> None:
+        """Fill slots start..start+N-1 of `row` with `tokens` [N] int64, after what the slots before
+        hold; no logits."""
 
     def extend(
         self, rows: torch.Tensor, tokens: torch.Tensor, trunk_len: torch.Tensor

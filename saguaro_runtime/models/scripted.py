@@ -48,8 +48,8 @@ class ScriptedModel:
     def release(self, row: int) -> None:
         self.held.remove(row)
 
-    def prefill(self, row: int, tokens: torch.Tensor) -> None:
-        self.tokens[row, : len(tokens)] = tokens
+    def prefill(self, row: int, tokens: torch.Tensor, start: int = 0) -> None:
+        self.tokens[row, start : start + len(tokens)] = tokens
 
     def extend(
         self, rows: torch.Tensor, tokens: torch.Tensor, trunk_len: torch.Tensor

@@ -187,16 +187,12 @@ class TransformersModel:
     def release(self, row: int) -> None:
         self.kv.release(row)
 
-    def prefill(self, row: int, tokens: torch.Tensor) -> None:
+    def prefill(self, row: int, tokens: torch.Tensor, start: int = 0) -> None:
         rows = torch.tensor([row], device=self.device)
-        for start in range(0, len(tokens), _PREFILL_CHUNK):
-            chunk = tokens[None, start : start + _PREFILL_CHUNK]
-            self._extend(
-                rows,
-                chunk,
-                torch.tensor([start], dtype=torch.int32, device=self.device),
-                logits_to_keep=1,
-            )
+        for at in range(0, len(tokens), _PREFILL_CHUNK):
+            chunk = tokens[None, at : at + _PREFILL_CHUNK]
+            trunk_len = torch.tensor([start + at], dtype=torch.int32, device=self.device)
+            self._extend(rows, chunk, trunk_len, logits_to_keep=1)
 
     def extend(
         self, rows: torch.Tensor, tokens: torch.Tensor, trunk_len: torch.Tensor
@@ -370,13 +366,21 @@ def load_draft(
     for file in sorted(Path(path).glob("*.safetensors")):
         weights |= load_file(file)
     missing, unexpected = model.load_state_dict(weights, strict=False)
-    missing = [name for name in missing if "embed" not in name and "lm_head" not in name]
+    missing = [name for name in missing if name in own_weights(model)]
     if missing or unexpected:
         raise ConfigError(
             f"draft {path!r}: missing weights {missing[:3]}, unexpected weights {unexpected[:3]}"
         )
     model.eval()
     return model
+
+
+def own_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """All of a model's weights but its embedding's and its head's."""
+    outside: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    shared = {id(tensor) for module in outside for tensor in module.parameters()}
+    state = model.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if id(tensor) not in shared}
 
 
 def check_same_tokenizer(draft_path: str, tokenizer: Any) -> None:
