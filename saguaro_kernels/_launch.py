@@ -43,6 +43,10 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
+def _differ(wanted: int | None, got: int) -> bool:
+    return wanted is not None and wanted != got
+
+
 def check_tensor(
     name: str,
     tensor: torch.Tensor,
@@ -55,12 +59,11 @@ def check_tensor(
     """Raise unless `tensor` has this shape (None = any), one of these dtypes and this device."""
     if not isinstance(tensor, torch.Tensor):
         raise DTypeError(f"{name}: got {type(tensor).__name__}, want a torch.Tensor")
-    wanted = "[" + ", ".join("*" if size is None else str(size) for size in shape) + "]"
-    if tensor.dim() != len(shape) or any(
-        size is not None and size != got for size, got in zip(shape, tensor.shape, strict=True)
-    ):
-        raise ShapeError(f"{name}: got shape {list(tensor.shape)}, want {wanted}")
-    allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
+    got = tensor.shape
+    if len(got) != len(shape) or any(map(_differ, shape, got)):
+        wanted = ", ".join("*" if size is None else str(size) for size in shape)
+        raise ShapeError(f"{name}: got shape {list(got)}, want [{wanted}]")
+    allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
     if tensor.dtype not in allowed:
         names = " | ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
         raise DTypeError(f"{name}: got {tensor.dtype}, want {names}; convert with .to()")

@@ -93,11 +93,10 @@ def tree_attention(
         raise ConfigError(f"softcap: got {softcap}, want > 0, or None for no cap")
     if window is not None and window < 1:
         raise ConfigError(f"window: got {window}, want >= 1, or None for no window")
-    if out is None:
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    check_tensor("out", out, query.shape, query.dtype, query.device)
-    if not out.is_contiguous():
-        raise ShapeError("out: want a contiguous tensor")
+    if out is not None:
+        check_tensor("out", out, query.shape, query.dtype, query.device)
+        if not out.is_contiguous():
+            raise ShapeError("out: want a contiguous tensor")
     chosen = resolve_impl(impl, query.device)
     if chosen == "triton" and query.dtype not in FLOATS:
         raise DTypeError(f"query: got {query.dtype}, want float16 | bfloat16 | float32 for triton")
@@ -108,13 +107,13 @@ def tree_attention(
             raise ShapeError(f"workspace: got {workspace.numel()} elements, want >= {least}")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if chosen == "reference" and plan is not None:
-        return out.copy_(
-            tree_attention_reference(
-                query, key_pages, value_pages, page_table, trunk_len=trunk_len, depth=depth,
-                draft_len=draft_len, step=step, scale=scale, softcap=softcap, window=window,
-                plan=plan,
-            )
+        found = tree_attention_reference(
+            query, key_pages, value_pages, page_table, trunk_len=trunk_len, depth=depth,
+            draft_len=draft_len, step=step, scale=scale, softcap=softcap, window=window, plan=plan,
         )  # fmt: skip
+        return found if out is None else out.copy_(found)
+    if out is None:
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
     on_host = not isinstance(step, torch.Tensor)
     torch.ops.saguaro.tree_attention(
         query, key_pages, value_pages, page_table, trunk_len.contiguous(), depth.contiguous(),

@@ -136,7 +136,7 @@ def tree_attention_reference(
         )
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     keys, values = key_pages.flatten(0, 1), value_pages.flatten(0, 1)
-    out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
     for block in plan.blocks:
         mask = plan.mask(block) if block.mask is None else block.mask
         rows = query[block.request, block.first : block.last].transpose(0, 1)
@@ -149,7 +149,9 @@ def tree_attention_reference(
             softcap,
         )
         out[block.request, block.first : block.last] = part.transpose(0, 1)
-    return out.masked_fill_((depth < 0)[:, :, None, None], 0.0)
+    if (plan.depth < 0).any():
+        out.masked_fill_((depth < 0)[:, :, None, None], 0.0)
+    return out
 
 
 def _attend(query, key, value, mask, scale: float, softcap: float | None) -> torch.Tensor:
