@@ -67,7 +67,6 @@ def build_lane(draft: Any, target: Built, config: EngineConfig) -> Lane | None:
         "draft_len": config.draft_len,
         "branches": config.fan_out,
         "rule": config.rule,
-        "ranking": config.ranking,
         "allocation": config.allocation,
         "impl": config.impl,
         "target_vocab": target.model.vocab_size,

@@ -22,15 +22,18 @@ class Fallback(str, enum.Enum):
     BATCHED_RETRY = "batched_retry"
     """The missed rows are redrafted together, k tokens each; the others wait for it."""
     PARTIAL_ACCEPT = "partial_accept"
-    """The missed rows go on with no draft; nobody waits."""
+    """The missed rows go on with what `proposal` finds, or with no draft; nobody waits."""
+    INDEPENDENT = "independent"
+    """The missed rows sit a round out while they are redrafted; the others go on."""
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "method": ("ar", "sd", "ssd"),
     "rule": ("token", "block", "hsd", "coupled"),
     "ranking": ("auto", "probability", "noise", "coupled"),
-    "allocation": ("uniform", "best"),
+    "allocation": ("uniform", "histogram", "best"),
     "fallback": ("auto", *(choice.value for choice in Fallback)),
+    "proposal": ("ngram", "replay", "none"),
     "lane": ("auto", "inline", "process"),
     "impl": ("auto", "triton", "reference"),
 }
@@ -46,10 +49,16 @@ class EngineConfig:
         k: tokens drafted per round, 1..64.
         branches: outcomes prepared per request and round ("ssd"), 1..1024.
         ranking: how outcomes are ranked; "auto" looks at the request's temperature.
-        allocation: how branches are shared among accepted lengths: "uniform", or "best", the
-            likeliest outcomes of all lengths by an estimate of the acceptance that learns as it
-            goes.
-        fallback: what a missed row does; "auto" retries at batch 1 and goes on undrafted above.
+        allocation: how branches are shared among accepted lengths: "uniform"; "histogram", by the
+            lengths seen so far (Theorem 12 of the paper); or "best", the likeliest outcomes of all
+            lengths by an estimate of the acceptance that learns as it goes.
+        downweight: C <= 1, the factor of the largest probabilities the draft samples from ("ssd");
+            their number is branches / (k + 1). 1 is off, and the better choice unless the ranking
+            is "probability".
+        fallback: what a missed row does, see Fallback; "auto" retries at batch 1 and goes on above.
+        proposal: what a missed row gets where it goes on at once: "ngram", what followed its last
+            tokens earlier in the text; "replay", the chain of another outcome of the same length;
+            or "none".
         reproducible: k is fixed and a missed row is redrafted with all of it, so a seed's text is
             the same alone and in a batch, on any lane, and under "sd" and "ssd".
         lane: where the draft runs; "process" is a second process, "inline" this one, in turn.
@@ -72,7 +81,9 @@ class EngineConfig:
     branches: int = 20
     ranking: Ranking = "auto"
     allocation: Allocation = "best"
+    downweight: float = 1.0
     fallback: str = "auto"
+    proposal: str = "ngram"
     reproducible: bool = False
     lane: str = "auto"
     max_batch: int = 8
@@ -101,6 +112,11 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or not low <= value <= high:
                 raise ConfigError(f"{name}: got {value}, want an integer in {low}..{high}")
+        if not 0 < self.downweight <= 1 or (self.downweight < 1 and self.rule == "coupled"):
+            raise ConfigError(
+                f"downweight: got {self.downweight} with rule={self.rule!r}, want in (0, 1], and 1 "
+                "for 'coupled'"
+            )
         if not 0 < self.draft_timeout_s <= 1e6:
             raise ConfigError(f"draft_timeout_s: got {self.draft_timeout_s}, want in (0, 1e6]")
 

@@ -86,12 +86,15 @@ class Engine:
             if turn is None:
                 return []
             reply = self.lane.next_chain(turn) if self.lane else None
+            hit = reply.hit if reply else None
+            if reply and not bool(reply.ready.all()):
+                turn, hit = turn.select(reply.ready), reply.hit[reply.ready]
             store = self.lane.chain if self.lane and reply else self._undrafted
             sampling, keys = self.scheduler.sampling(turn), self.scheduler.keys(turn)
             draft = store.draft(turn.rows, sampling)
             requests = self.scheduler.requests(turn)
             judgement = self.verifier.verify(turn, draft, sampling, keys, requests)
-            finished = self.scheduler.commit(turn, draft, judgement, reply.hit if reply else None)
+            finished = self.scheduler.commit(turn, draft, judgement, hit)
             self._release()
         self._busy_s += time.monotonic() - start
         return finished

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -26,27 +28,69 @@ class Admission:
     slots: int
 
 
+class Decision(NamedTuple):
+    """What the policy wants of one round. It may follow from what has been committed and from the
+    clock, never from random numbers still to be used.
+
+    Attributes:
+        draft_len: most drafts of a chain; 0 drafts nothing.
+        branches: outcomes to prepare; 0 prepares none.
+        retry: tokens a missed row redrafts.
+        proposal: what a missed row gets where it redrafts nothing: "none", "ngram" or "replay".
+        sit_out: missed rows are redrafted while the others go on.
+        ranking: of the outcomes.
+        downweight, scale_f: C, and how many of the draft's largest probabilities it scales.
+    """
+
+    draft_len: int
+    branches: int
+    retry: int = 0
+    proposal: str = "none"
+    sit_out: bool = False
+    ranking: str = "auto"
+    downweight: float = 1.0
+    scale_f: int = 0
+
+
 @dataclass(frozen=True)
 class Turn:
     """The outcome of a round, as the drafter needs it; B active rows.
 
     Attributes:
         number: round number of the engine; branches of round n answer turn n + 1 alone.
+        decision: what the policy wants of the round.
         rows, uid, base, last: [B] int64; base = committed tokens, last = the last of them.
         accepted: [B] int32, accepted drafts of the round that ended; -1 for a row that has just
             joined.
         budget: [B] int32, most tokens the next chain may have.
-        retry: [B] int32, tokens to draft now if the outcome was not predicted.
     """
 
     number: int
+    decision: Decision
     rows: torch.Tensor
     uid: torch.Tensor
     base: torch.Tensor
     last: torch.Tensor
     accepted: torch.Tensor
     budget: torch.Tensor
-    retry: torch.Tensor
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What is not plain Python, in the order of the fields."""
+        return [getattr(self, field.name) for field in dataclasses.fields(self)[2:]]
+
+    def select(self, mask: torch.Tensor) -> Turn:
+        """The turn of the rows where `mask` [B] is true."""
+        return Turn(self.number, self.decision, *(tensor[mask] for tensor in self.tensors()))
+
+
+class Reply(NamedTuple):
+    """A drafter's answer to a turn; the chains lie in its `ChainStore`.
+
+    hit: [B] bool, the outcome was prepared. ready: [B] bool, false where a row sits this round out.
+    """
+
+    hit: torch.Tensor
+    ready: torch.Tensor
 
 
 class RowTable:
@@ -91,11 +135,13 @@ class ChainStore:
     """Drafted chains with all that verification needs of them; leading dimensions as given.
 
     tokens, logq, lse, cutoff, cutoff_id, scale_logit, scale_id [..., K]; logits [..., K + 1, V],
-    whose row K is what the draft predicts after the whole chain; num_draft [...].
+    whose row K is what the draft predicts after the whole chain; num_draft, downweight and one_hot
+    (tokens that no distribution was drawn from) [...].
     """
 
     SCALARS = ("logq", "lse", "cutoff", "scale_logit")
     IDS = ("tokens", "cutoff_id", "scale_id")
+    WHOLE = ("num_draft", "downweight", "one_hot", "logits")
 
     def __init__(
         self,
@@ -114,6 +160,8 @@ class ChainStore:
         self.cutoff = allocate(chain, torch.float32)
         self.scale_logit = allocate(chain, torch.float32)
         self.num_draft = allocate(leading, torch.int32)
+        self.downweight = allocate(leading, torch.float32)
+        self.one_hot = allocate(leading, torch.bool)
         self.logits = allocate((*leading, draft_len + 1, vocab_size), dtype)
 
     def put(self, index: tuple[torch.Tensor | slice, ...], offset: int, sample: object) -> None:
@@ -124,7 +172,7 @@ class ChainStore:
 
     def take(self, rows: torch.Tensor, other: ChainStore, index: tuple[torch.Tensor, ...]) -> None:
         """Copy the chains of `other` at `index` to `rows`."""
-        for name in (*self.SCALARS, *self.IDS, "num_draft", "logits"):
+        for name in (*self.SCALARS, *self.IDS, *self.WHOLE):
             getattr(self, name)[rows] = getattr(other, name)[index]
 
     def is_legal(self, rows: torch.Tensor, most: torch.Tensor) -> bool:
@@ -140,13 +188,14 @@ class ChainStore:
         num_draft = pick(self.num_draft)
         width = int(num_draft.max())
         beyond = torch.arange(width, device=rows.device) >= num_draft[:, None]
-        greedy = sampling.temperature == 0
+        one_hot = (sampling.temperature == 0) | pick(self.one_hot)
+        downweight = pick(self.downweight)
         return Draft(
             tokens=pick(self.tokens)[:, :width].masked_fill(beyond, PAD),
             num_draft=num_draft,
-            logits=None if bool(greedy.all()) else pick(self.logits)[:, :width],
-            one_hot=greedy,
-            downweight=None,
+            logits=None if bool(one_hot.all()) else pick(self.logits)[:, :width],
+            one_hot=one_hot,
+            downweight=downweight if bool((downweight != 1).any()) else None,
             sampling=sampling,
             **{
                 name: pick(getattr(self, name))[:, :width]

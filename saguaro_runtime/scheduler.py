@@ -15,7 +15,7 @@ from .build import Built
 from .config import EngineConfig
 from .metrics import Counts, Source
 from .params import SamplingParams
-from .policy import retry_length
+from .policy import decide
 from .processors import LogitsEditor
 from .requests import Prompt, Request, Round, TextStream
 from .round import Admission, RowTable, Turn
@@ -80,17 +80,17 @@ class Scheduler:
             return None
         self._round += 1
         requests = [self._running[row] for row in sorted(self._running)]
-        room = [min(self.config.draft_len, self.built.max_length - r.length) for r in requests]
-        retry = retry_length(self.config, len(requests))
+        decision = decide(self.config, len(requests))
+        room = [min(decision.draft_len, self.built.max_length - r.length) for r in requests]
         return Turn(
             number=self._round,
+            decision=decision,
             rows=torch.tensor([r.row for r in requests]),
             uid=torch.tensor([r.uid for r in requests]),
             base=torch.tensor([r.length for r in requests]),
             last=torch.tensor([r.last for r in requests]),
             accepted=torch.tensor([self._accepted[r.row] for r in requests], dtype=torch.int32),
             budget=torch.tensor(room, dtype=torch.int32),
-            retry=torch.full((len(requests),), retry, dtype=torch.int32),
         )
 
     def requests(self, turn: Turn) -> list[Request]:

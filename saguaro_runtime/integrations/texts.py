@@ -21,7 +21,7 @@ from ..config import EngineConfig
 from ..lanes import Lane
 from ..models import Model
 from ..params import SamplingParams
-from ..policy import retry_length
+from ..policy import decide
 from ..round import Admission, Turn
 
 _ROOM = 512
@@ -64,8 +64,11 @@ class TextDrafter:
     ) -> None:
         if config.method == "ar":
             raise ConfigError("method: got 'ar', want 'sd' or 'ssd': this only drafts")
-        # Their dice decide the extra token: a prediction from ours would predict nothing.
-        config = dataclasses.replace(config, rule="token", ranking="probability")
+        # Their dice decide the extra token: a prediction from ours would predict nothing. They
+        # take chains for samples of plain logits.
+        config = dataclasses.replace(
+            config, rule="token", ranking="probability", proposal="none", downweight=1.0
+        )
         self.config, self.max_length = config, max_length
         self.params = params or SamplingParams()
         model = cast(Model, SimpleNamespace(vocab_size=vocab_size))
@@ -147,16 +150,15 @@ class TextDrafter:
             for known in its
         )
         budget = [max(0, min(self.config.k, limit - 1)) for limit in limits]
-        retry = retry_length(self.config, len(rows))
         return Turn(
             number=self._number,
+            decision=decide(self.config, len(rows))._replace(sit_out=False),
             rows=torch.tensor(rows),
             uid=torch.tensor([known.uid for known in its]),
             base=torch.tensor([len(known.text) for known in its]),
             last=torch.tensor([known.text[-1] for known in its]),
             accepted=torch.tensor([known.accepted for known in its], dtype=torch.int32),
             budget=torch.tensor(budget, dtype=torch.int32),
-            retry=torch.full((len(rows),), retry, dtype=torch.int32),
         )
 
 

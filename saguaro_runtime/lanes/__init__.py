@@ -1,7 +1,7 @@
 """Lanes: where the draft runs and how its work is ordered against the target's."""
 
-from .base import Lane, Reply
+from .base import Lane
 from .inline import InlineLane
 from .process import ProcessLane
 
-__all__ = ["InlineLane", "Lane", "ProcessLane", "Reply"]
+__all__ = ["InlineLane", "Lane", "ProcessLane"]

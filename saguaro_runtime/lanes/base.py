@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
-
-import torch
+from typing import Protocol
 
 from ..metrics import Span
-from ..round import Admission, ChainStore, Turn
-
-
-class Reply(NamedTuple):
-    """A drafter's answer to a turn: the chains lie in `Lane.chain`; hit [B] bool."""
-
-    hit: torch.Tensor
+from ..round import Admission, ChainStore, Reply, Turn
 
 
 class Lane(Protocol):
     """Runs a Speculator. After `next_chain` returns, drafting ahead goes on by itself.
 
     Attributes:
-        chain: chains of all rows. Written only while a turn is being answered, so they may be read
-            from the answer to a turn until the next turn is given.
+        chain: chains of all rows. Those of rows that are ready are written only while a turn is
+            being answered, so they may be read from the answer to a turn until the next is given.
         off: why there is no more drafting, or None.
         faults: what has failed on the draft's side so far, whether or not it went on.
     """

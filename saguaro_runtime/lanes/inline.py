@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ..metrics import Span
-from ..round import Admission, Turn
+from ..round import Admission, Reply, Turn
 from ..speculator import Speculator
-from .base import Reply
 
 _T = TypeVar("_T")
 
@@ -37,9 +36,9 @@ class InlineLane:
         self._try(lambda: self.speculator.release(rows))
 
     def next_chain(self, turn: Turn) -> Reply | None:
-        hit = self._try(lambda: self.speculator.next_chain(turn))
+        reply = self._try(lambda: self.speculator.next_chain(turn))
         self._try(self.speculator.look_ahead)
-        return None if hit is None else Reply(hit)
+        return reply
 
     def spans(self) -> list[Span]:
         return self.speculator.timeline.drain()

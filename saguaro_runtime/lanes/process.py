@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 import weakref
@@ -14,8 +13,7 @@ import torch
 from saguaro_kernels.errors import SaguaroError
 
 from ..metrics import KEPT_SPANS, Span
-from ..round import Admission, ChainStore, Turn
-from .base import Reply
+from ..round import Admission, ChainStore, Reply, Turn
 from .child import Child, Lost
 from .memory import Arena, file_of
 from .worker import Setup, allocate_beat, is_answer, store_bytes
@@ -201,22 +199,26 @@ class ProcessLane:
         return self._state == "empty"
 
     def _next_chain(self, turn: Turn) -> Reply | None:
-        _, *tensors = (getattr(turn, field.name) for field in dataclasses.fields(turn))
         self._take_answers()
         if self._unanswered > _FURTHEST_BEHIND:
             self._state, self._caught_up, self._left = "behind", False, []
             return None
         # A draft that is still at an earlier turn is not waited for until it has caught up.
         timeout_s = 0.0 if self._unanswered or not self._caught_up else self._timeout_s
-        self._child.send(("turn", turn.number, [tensor.numpy() for tensor in tensors]))
+        arrays = [tensor.numpy() for tensor in turn.tensors()]
+        self._child.send(("turn", turn.number, turn.decision, arrays))
         self._unanswered += 1
         answer = self._answer(timeout_s)
         if answer is None or answer[1] != turn.number:
             return None
-        hit = torch.from_numpy(answer[2])
-        if hit.shape != turn.rows.shape or not self.chain.is_legal(turn.rows, turn.budget):
+        masks = torch.from_numpy(answer[2])
+        if masks.shape != (2, len(turn.rows)):
+            raise Lost("the draft process sent an answer that cannot be")
+        reply = Reply(*masks)
+        ready = turn.select(reply.ready)
+        if not self.chain.is_legal(ready.rows, ready.budget):
             raise Lost("the draft process sent a chain that cannot be")
-        return Reply(hit)
+        return reply
 
     def _send(self, message: object) -> None:
         if self.off:

@@ -1,7 +1,8 @@
 """The draft process: builds a Speculator, answers turns, drafts ahead while nobody waits.
 
-The engine sends ("admit", admissions), ("release", rows), ("turn", number, arrays), ("spans",) and
-("close",). It answers ("ready",), ("chain", number, hit, spans), ("spans", spans), ("error", text).
+The engine sends ("admit", admissions), ("release", rows), ("turn", number, decision, arrays),
+("spans",) and ("close",). It answers ("ready",), ("chain", number, [hit, ready], spans),
+("spans", spans), ("error", text).
 """
 
 from __future__ import annotations
@@ -73,10 +74,10 @@ def answer_to(speculator: Speculator, message: tuple[Any, ...]) -> tuple[Any, ..
     """Do what the engine asks; what it is told, if anything."""
     kind, *payload = message
     if kind == "turn":
-        number, arrays = payload
-        turn = Turn(number, *(torch.from_numpy(array) for array in arrays))
-        hit = speculator.next_chain(turn)
-        return "chain", turn.number, hit.numpy(), speculator.timeline.drain()
+        number, decision, arrays = payload
+        turn = Turn(number, decision, *(torch.from_numpy(array) for array in arrays))
+        reply = torch.stack(speculator.next_chain(turn)).numpy()
+        return "chain", turn.number, reply, speculator.timeline.drain()
     if kind == "spans":
         return "spans", speculator.timeline.drain()
     if kind == "admit":
@@ -128,7 +129,7 @@ def _show_life(beat: torch.Tensor) -> None:
 
 
 def is_answer(answer: Any) -> bool:
-    """("spans", spans) or ("chain", number, hit [B] bool, spans)."""
+    """("spans", spans) or ("chain", number, hit and ready [2, B] bool, spans)."""
     if not isinstance(answer, tuple) or not answer or not isinstance(answer[-1], list):
         return False
     if not all(isinstance(span, Span) for span in answer[-1]):

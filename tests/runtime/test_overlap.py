@@ -63,7 +63,7 @@ def test_one_miss_in_a_batch_leaves_the_other_rows_alone() -> None:
     """With partial_accept a missed row goes on undrafted: the others keep their chains."""
     with scripts.engine(
         scripts.model(P), scripts.model(Q), k=3, branches=4, reproducible=False,
-        fallback="partial_accept",
+        fallback="partial_accept", proposal="none",
     ) as engine:  # fmt: skip
         params = [scripts.sampled(seed, 60) for seed in range(8)]
         requests = [engine.add([1, 2], its) for its in params]
@@ -80,7 +80,7 @@ def test_one_miss_in_a_batch_leaves_the_other_rows_alone() -> None:
 def test_a_round_that_missed_undrafted_has_one_outcome_to_predict() -> None:
     with scripts.engine(
         scripts.model(P), scripts.model(Q), k=3, branches=8, reproducible=False,
-        fallback="partial_accept", ranking="noise",
+        fallback="partial_accept", proposal="none", ranking="noise",
     ) as engine:  # fmt: skip
         output = engine.generate([1, 2], scripts.sampled(1, 300))[0]
     pairs = list(zip(output.rounds, output.rounds[1:], strict=False))

@@ -1,0 +1,121 @@
+"""The chains drafted ahead: one for each likely outcome, found again by the outcome."""
+
+from __future__ import annotations
+
+import torch
+
+from saguaro_kernels import PAD
+from saguaro_kernels.cache import SpeculationCache
+
+from .drafting import Drafter
+from .expectations import Predictor
+from .round import ChainStore, Turn
+
+
+class Branches:
+    """Branches of all rows, at most `count` each, in buffers of fixed size."""
+
+    def __init__(self, drafter: Drafter, rows: int, count: int, allocation: str) -> None:
+        self.drafter, self.count = drafter, count
+        sizes = (drafter.draft_len, drafter.vocab_size, drafter.model.dtype)
+        self.store = ChainStore((rows, count), *sizes)
+        self.predictor = Predictor(rows, drafter.draft_len, count, allocation)
+        self.cache = SpeculationCache(max(2 * rows * count, 2), max(rows * count, 1), "cpu")
+        self._base = torch.full((rows,), -1, dtype=torch.int64)
+        """The round whose outcomes a row's branches answer."""
+        self._shape = (drafter.draft_len, count)
+        self._generation = torch.zeros(1, dtype=torch.int64)
+
+    def forget(self, row: int) -> None:
+        """What was drafted for the row's last request is nothing to the next."""
+        self._base[row] = -1
+
+    def lookup(self, turn: Turn) -> torch.Tensor:
+        """The branch that answers each row's outcome, PAD where none does: [B] int32."""
+        found = self.cache.lookup(
+            turn.uid,
+            turn.number - 1,
+            turn.base - turn.accepted - 1,
+            turn.accepted,
+            turn.last,
+            impl=self.drafter.impl,
+        )
+        hit = found.hit & (turn.accepted >= 0)
+        return torch.where(hit, found.slot % max(self.count, 1), PAD)
+
+    def learn(self, turn: Turn, branch: torch.Tensor) -> None:
+        """Take the outcomes of the turn's rows, before their chains are replaced."""
+        self.predictor.learn(turn, self.drafter.chain, branch)
+
+    def promote(self, turn: Turn, branch: torch.Tensor) -> None:
+        """Make branch [B] the chain of each row, with all keys but its last token's."""
+        drafter, rows, base = self.drafter, turn.rows, turn.base
+        draft_len, branches = self._shape
+        with drafter.timeline.span("promote"):
+            drafter.model.promote(
+                rows,
+                (base - turn.accepted - 2).to(torch.int32),
+                turn.accepted,
+                branch,
+                draft_len,
+                branches,
+            )
+        chain = drafter.chain
+        chain.take(rows, self.store, (rows, branch.to(torch.int64)))
+        chain.num_draft[rows] = torch.minimum(chain.num_draft[rows], turn.budget)
+        drafter.history.add_chain(rows, base, chain)
+        drafter.fed[rows] = base - 1 + draft_len
+
+    def replay(self, turn: Turn) -> torch.Tensor:
+        """Copy the likeliest branch of the accepted length to the chain; how many drafts it has.
+
+        Its noise is that of the coming round. A branch of another length holds another round's,
+        which would bias the text.
+        """
+        rows = turn.rows
+        same = self.predictor.depth[rows] == turn.accepted[:, None]
+        same &= (self._base[rows] == turn.base - turn.accepted - 1)[:, None]
+        first = torch.where(same, torch.arange(self.count), self.count).amin(1)
+        chain = self.drafter.chain
+        chain.take(rows, self.store, (rows, first.clamp(max=self.count - 1)))
+        return torch.where(first < self.count, chain.num_draft[rows], 0)
+
+    def draft(self, turn: Turn) -> None:
+        """Draft ahead for the chains of the turn, step by step and without waiting for a value."""
+        drafter, rows, decision = self.drafter, turn.rows, turn.decision
+        draft_len, branches = decision.draft_len, decision.branches
+        trunk_len = (turn.base - 1).to(torch.int32)
+        with drafter.timeline.span("predict"):
+            depth, extra = self.predictor.predict(turn, drafter)
+        each = rows.repeat_interleave(branches, output_size=depth.numel())
+        bases = (turn.base[:, None] + depth + 1).flatten()
+        tokens = extra.clamp(min=0)  # unused branches
+        for step in range(draft_len):
+            with drafter.timeline.span("tree_step"):
+                logits = drafter.model.decode_tree(rows, tokens, trunk_len, depth, draft_len, step)
+                logits = logits[..., : drafter.vocab_size]
+            self.store.logits[rows, :branches, step] = logits
+            with drafter.timeline.span("sample"):
+                sample = drafter.sample(logits.flatten(0, 1), each, bases, step, decision)
+            self.store.put((rows, slice(0, branches)), step, sample)
+            tokens = sample.tokens.view_as(tokens)
+        self.store.num_draft[rows] = draft_len
+        self.store.downweight[rows] = decision.downweight
+        self._base[rows] = turn.base
+        self._shape = (draft_len, branches)
+        self._file(turn, depth, extra)
+
+    def _file(self, turn: Turn, depth: torch.Tensor, extra: torch.Tensor) -> None:
+        """Enter the branches in the cache by the outcome they answer; slot = row * count + i."""
+        self._generation.fill_(turn.number)
+        slot = turn.rows[:, None] * self.count + torch.arange(depth.shape[1])
+        spread = lambda value: value[:, None].expand_as(depth).flatten()  # noqa: E731
+        self.cache.insert(
+            spread(turn.uid),
+            self._generation,
+            spread(turn.base),
+            depth.flatten(),
+            extra.flatten(),
+            slot.flatten().to(torch.int32),
+            impl=self.drafter.impl,
+        )

@@ -1,0 +1,187 @@
+"""Chains drafted one token after another, and the keys a draft model holds of each row."""
+
+from __future__ import annotations
+
+import torch
+
+from saguaro_kernels import Sample, Stream, saguaro_sample
+from saguaro_kernels._launch import Impl
+
+from .history import History
+from .metrics import Timeline
+from .models.protocol import Model
+from .round import Admission, Allocate, ChainStore, Decision, RowTable, Turn
+
+_CATCH_UP = 64
+"""Tokens fed at once to a row whose keys were left behind."""
+
+
+class Drafter:
+    """A draft model with the text, the chain and the keys of each row.
+
+    Attributes:
+        chain: what is verified next.
+        fed: [rows] int64, keys each row holds of its text and the chain behind it.
+        behind: some row lacks keys of its text, as nothing was drafted for a while.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        rows: int,
+        draft_len: int,
+        vocab_size: int,
+        stream: Stream,
+        impl: Impl,
+        allocate: Allocate,
+        timeline: Timeline,
+    ) -> None:
+        self.model, self.draft_len, self.vocab_size = model, draft_len, vocab_size
+        self.stream, self.impl, self.timeline = stream, impl, timeline
+        self.table = RowTable(rows)
+        self.history = History(rows, draft_len)
+        self.chain = ChainStore((rows,), draft_len, vocab_size, model.dtype, allocate)
+        self.fed = torch.zeros(rows, dtype=torch.int64)
+        self.behind = False
+        self._held: set[int] = set()
+
+    def admit(self, new: Admission, scratch_slots: int) -> None:
+        """Take in the text of a new row, all but the last token, or what a row's has become."""
+        row, text = new.row, new.prompt
+        if row not in self._held:
+            self.table.set(row, new.params)
+            self.model.allocate(row, new.slots + scratch_slots)
+            self._held.add(row)
+            self.fed[row] = 0
+        # Keys behind the text as it was are of drafts whose fate is not known.
+        fed = min(int(self.fed[row]), int(self.history.length[row]))
+        self.history.admit(row, text, new.slots + self.draft_len + 1)
+        self.chain.num_draft[row] = 0
+        if fed:
+            self._feed_text(row, fed, len(text) - 1)
+        elif len(text) > 1:
+            with self.timeline.span("prefill"):
+                tokens = torch.tensor(text[:-1]).clamp(max=self.model.vocab_size - 1)
+                self.model.prefill(row, tokens)
+        self.fed[row] = len(text) - 1
+
+    def release(self, rows: list[int]) -> None:
+        for row in self._held.intersection(rows):
+            self._held.remove(row)
+            self.model.release(row)
+            self.fed[row] = self.history.length[row] = 0
+
+    def commit(self, turn: Turn) -> None:
+        """Take what the last round committed; the keys behind it are of refused drafts."""
+        self.history.commit(turn, self.chain)
+        self.fed[turn.rows] = torch.minimum(self.fed[turn.rows], turn.base - 1)
+
+    def redraft(self, turn: Turn, length: torch.Tensor) -> None:
+        """Draft chains token by token; rows leave as their length [B] is reached."""
+        rows, most = turn.rows, int(length.max()) if len(length) else 0
+        if most:
+            self.catch_up(turn)
+        self.chain.num_draft[rows] = length.to(torch.int32)
+        self.chain.one_hot[rows] = False
+        self.chain.downweight[rows] = turn.decision.downweight
+        tokens = turn.last
+        for step in range(most):
+            going = length > step
+            its, base = rows[going], turn.base[going]
+            with self.timeline.span("draft_step"):
+                logits = self.feed(its, tokens[going, None], base - 1 + step)[:, 0]
+                sample = self.sample(logits, its, base, step, turn.decision)
+            self.chain.put((its,), step, sample)
+            self.chain.logits[its, step] = logits
+            tokens = tokens.index_copy(0, going.nonzero()[:, 0], sample.tokens)
+        self.history.add_chain(rows, turn.base, self.chain)
+        self.fed[rows] = torch.maximum(self.fed[rows], turn.base - 1 + length)
+
+    def propose(self, turn: Turn, count: torch.Tensor) -> None:
+        """Make the first `count` [B] tokens of the chains a proposal that nobody drew."""
+        rows, chain = turn.rows, self.chain
+        # Where it leaves the draft's vocabulary it ends: a rule about the text alone.
+        legal = (chain.tokens[rows] < self.vocab_size).to(torch.int32).cumprod(1).sum(1)
+        chain.num_draft[rows] = torch.minimum(count, legal).to(torch.int32)
+        chain.one_hot[rows] = count > 0
+        chain.downweight[rows] = 1.0
+        self.history.add_chain(rows, turn.base, chain)
+
+    def feed_last(self, turn: Turn) -> None:
+        """Feed the last token of chains that lack nothing else: its key, and the row behind it.
+
+        Left until the chain is on its way: nobody waits for it, and of all branches one needs it.
+        """
+        chain, rows = self.chain, turn.rows
+        count = chain.num_draft[rows].to(torch.int64)
+        drafted = chain.tokens[rows].gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
+        tokens = torch.where(count > 0, drafted, turn.last)
+        with self.timeline.span("feed_last"):
+            logits = self.feed(rows, tokens[:, None], turn.base - 1 + count)[:, 0]
+        chain.logits[rows, count] = logits
+        self.fed[rows] = turn.base + count
+
+    def feed_chains(self, turn: Turn) -> None:
+        """Feed what is left of chains that nobody drew, for their keys and the row behind each
+        token."""
+        self.catch_up(turn)
+        end = turn.base + self.chain.num_draft[turn.rows]
+        fresh = self.fed[turn.rows] < end
+        rows, base, end = turn.rows[fresh], turn.base[fresh], end[fresh]
+        if not len(rows):
+            return
+        start = self.fed[rows]
+        width = int((end - start).max())
+        with self.timeline.span("feed_chain"):
+            logits = self.feed(rows, self.history.columns(rows, start, width), start)
+        for column in range(width):
+            at = start + column
+            used = at < end
+            self.chain.logits[rows[used], (at - base + 1)[used]] = logits[used, column]
+        self.fed[rows] = end
+
+    def catch_up(self, turn: Turn) -> None:
+        """Feed the text of rows whose keys were left behind in rounds that drafted nothing."""
+        if not self.behind:
+            return
+        fed = self.fed[turn.rows].tolist()
+        for row, first, base in zip(turn.rows.tolist(), fed, turn.base.tolist(), strict=True):
+            self._feed_text(row, first, base - 1)
+            self.fed[row] = max(first, base - 1)
+        self.behind = bool((self.fed < self.history.length - 1).any())
+
+    def _feed_text(self, row: int, first: int, end: int) -> None:
+        """Feed a row the tokens of its text at positions first..end - 1."""
+        for start in range(first, end, _CATCH_UP):
+            one, at = torch.tensor([row]), torch.tensor([start])
+            count = min(_CATCH_UP, end - start)
+            with self.timeline.span("catch_up"):
+                self.feed(one, self.history.columns(one, at, count), at)
+
+    def feed(self, rows: torch.Tensor, tokens: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+        """Feed tokens [B, N] at positions start [B] + 0..N-1; their logits [B, N, V]."""
+        tokens = tokens.clamp(max=self.model.vocab_size - 1)
+        return self.model.extend(rows, tokens, start.to(torch.int32))[..., : self.vocab_size]
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        base: torch.Tensor,
+        offset: int,
+        decision: Decision,
+    ) -> Sample:
+        """Draw the drafts at `offset` of rounds of `base` [B] from logits [B, V]."""
+        scaled = decision.downweight < 1
+        return saguaro_sample(
+            logits,
+            self.table.sampling(rows),
+            self.table.keys(rows, base),
+            offset=offset,
+            stream=self.stream,
+            scheme="downweight" if scaled else "plain",
+            scale_f=decision.scale_f if scaled else 0,
+            downweight=torch.full(rows.shape, decision.downweight) if scaled else None,
+            impl=self.impl,
+        )
