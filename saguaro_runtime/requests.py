@@ -34,6 +34,7 @@ class Output:
         metrics: sums over its rounds, see metrics.Counts.
         logprobs: one entry per token where SamplingParams.logprobs asked for them.
         error: what happened where finish_reason is "error".
+        prompt_tokens: ids of the prompt.
     """
 
     token_ids: list[int]
@@ -43,6 +44,17 @@ class Output:
     rounds: list[Round] = field(default_factory=list)
     logprobs: list[Logprobs] | None = None
     error: str | None = None
+    prompt_tokens: int = 0
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Counts of tokens under the names of the OpenAI protocol."""
+        new = len(self.token_ids)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": new,
+            "total_tokens": self.prompt_tokens + new,
+        }
 
 
 class TextStream:
@@ -77,20 +89,21 @@ class TextStream:
 
     def take(self) -> str:
         """The text since the last call that no stop string can still cut."""
-        end = len(self.text) if self.stopped else max(self._emitted, len(self.text) - self._hold)
-        piece, self._emitted = self.text[self._emitted : end], end
+        hold, text = 0 if self.stopped else self._hold, self.text
+        end = max(self._emitted, len(text) - hold)
+        piece, self._emitted = text[self._emitted : end], end
         return piece
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def _accept(self, piece: str, may_stop: bool = True) -> None:
-        before = len(self.text)
-        self.text += piece
-        starts = ((string, max(0, before - len(string) + 1)) for string in self._stop)
-        cuts = [cut for string, at in starts if (cut := self.text.find(string, at)) >= 0]
-        if cuts and may_stop:
-            self.text, self.stopped = self.text[: min(cuts)], True
+        text = self.text + piece
+        starts = ((its, max(0, len(self.text) - len(its) + 1)) for its in self._stop)
+        cuts = [cut for its, at in starts if (cut := text.find(its, at)) >= 0]
+        # Assigned once: another thread may be taking text.
+        self.text = text[: min(cuts)] if cuts and may_stop else text
+        self.stopped = bool(cuts) and may_stop
 
 
 @dataclass
@@ -188,4 +201,5 @@ class Request:
             rounds=list(self.rounds),
             logprobs=None if self.params.logprobs is None else list(self.logprobs),
             error=self.error,
+            prompt_tokens=len(self.prompt),
         )
