@@ -19,8 +19,8 @@ import triton.language as tl
 
 from ._launch import FLOATS, Impl, check_tensor, on_device, resolve_impl
 from .distribution import Sampling, Status, clean_reference, log_prob_reference, row_stats_reference
-from .distribution.launch import row_cutoff_launch
-from .distribution.rows import _NEG_INF, _at, _finite_or_zero, _reciprocal
+from .distribution.launch import _units, row_cutoff_launch
+from .distribution.rows import _NEG_INF, _at, _finite_or_zero, _reciprocal, _row_start
 from .errors import ShapeError
 from .verification.contract import MASS_FLOOR
 from .verification.launch import VerifyConfig
@@ -77,9 +77,14 @@ def _probabilities(logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tens
 
 
 _INTEGERS = ("vocab", "draft_vocab", "num_splits", "tiles", "stride", "draft_stride")
+_SMALL = (
+    "part_ptr", "part_arg_ptr", "cutoff_ptr", "cutoff_id_ptr", "draft_cutoff_ptr",
+    "draft_cutoff_id_ptr", "temperature_ptr", "draft_temperature_ptr", "mass_ptr", "total_ptr",
+    "status_ptr", "scale_ptr",
+)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=_INTEGERS)
+@triton.jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_SMALL)
 def _residual_stats_kernel(
     part_ptr,  # out [R, 2, 2, S] float32: max and log-sum, of p's row and of q's
     part_arg_ptr,  # out [R, 2, S] int32
@@ -98,27 +103,18 @@ def _residual_stats_kernel(
     split, r, side = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     if side == 0:
         max_, total, arg = _scan_side(
-            target_ptr + _row(r, stride, ALIGNED), cutoff_ptr, cutoff_id_ptr,
+            _row_start(target_ptr, r, stride, ALIGNED), cutoff_ptr, cutoff_id_ptr,
             tl.load(temperature_ptr + r), r, split, tiles, vocab, BLOCK_V,
         )  # fmt: skip
     else:
         max_, total, arg = _scan_side(
-            draft_ptr + _row(r, draft_stride, ALIGNED), draft_cutoff_ptr, draft_cutoff_id_ptr,
+            _row_start(draft_ptr, r, draft_stride, ALIGNED), draft_cutoff_ptr, draft_cutoff_id_ptr,
             tl.load(draft_temperature_ptr + r), r, split, tiles, draft_vocab, BLOCK_V,
         )  # fmt: skip
     part = part_ptr + (r * 2 + side) * 2 * num_splits + split
     tl.store(part, max_)
     tl.store(part + num_splits, _log_sum(total))
     tl.store(part_arg_ptr + (r * 2 + side) * num_splits + split, arg)
-
-
-@triton.jit
-def _row(r, stride, ALIGNED: tl.constexpr):
-    """Offset of a row. ALIGNED strides count 16s."""
-    offset = r * stride
-    if ALIGNED:
-        offset *= 16
-    return offset
 
 
 @triton.jit
@@ -168,7 +164,7 @@ def _merge_side(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=_INTEGERS)
+@triton.jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_SMALL)
 def _residual_kernel(
     mass_ptr,  # [R, S] float32 partial masses: out where probs is None, else in
     probs_ptr,  # out [R, V] float32 | None
@@ -194,13 +190,13 @@ def _residual_kernel(
         part_ptr, part_arg_ptr, cutoff_ptr, cutoff_id_ptr, tl.load(temperature_ptr + r), r, 0,
         num_splits, BLOCK_S,
     )  # fmt: skip
-    row_ptr = target_ptr + _row(r, stride, ALIGNED)
+    row_ptr = _row_start(target_ptr, r, stride, ALIGNED)
     p = (row_ptr, r * 0, temperature, max_, log_sum, cutoff, cutoff_id)
     temperature, max_, log_sum, cutoff, cutoff_id, draft_status = _merge_side(
         part_ptr, part_arg_ptr, draft_cutoff_ptr, draft_cutoff_id_ptr,
         tl.load(draft_temperature_ptr + r), r, 1, num_splits, BLOCK_S,
     )  # fmt: skip
-    row_ptr = draft_ptr + _row(r, draft_stride, ALIGNED)
+    row_ptr = _row_start(draft_ptr, r, draft_stride, ALIGNED)
     # An empty row is one-hot on id 0, the token that q's tuple names.
     q = (
         row_ptr, r * 0, temperature, 0, max_, log_sum, cutoff, cutoff_id, float("inf"), -1, 0.0
@@ -269,17 +265,14 @@ def _residual_launch(
     part = torch.empty((rows, 5, splits), dtype=torch.float32, device=device)
     arg = torch.empty((rows, 2, splits), dtype=torch.int32, device=device)
     mass, part = part.view(-1).split((rows * splits, rows * splits * 4))
-    strides = target_logits.stride(0), draft_logits.stride(0)
-    aligned = all(stride % 16 == 0 for stride in strides)
-    if aligned:
-        strides = strides[0] // 16, strides[1] // 16
+    aligned, (stride, draft_stride) = _units(target_logits.stride(0), draft_logits.stride(0))
     edges = _edges(target_logits, target_sampling), _edges(draft_logits, draft_sampling)
     common = dict(
         part_ptr=part, part_arg_ptr=arg, target_ptr=target_logits, draft_ptr=draft_logits,
         cutoff_ptr=edges[0][0], cutoff_id_ptr=edges[0][1], draft_cutoff_ptr=edges[1][0],
         draft_cutoff_id_ptr=edges[1][1], temperature_ptr=target_sampling.temperature,
         draft_temperature_ptr=draft_sampling.temperature, vocab=vocab, draft_vocab=draft_vocab,
-        num_splits=splits, tiles=tiles, stride=strides[0], draft_stride=strides[1],
+        num_splits=splits, tiles=tiles, stride=stride, draft_stride=draft_stride,
         ALIGNED=aligned, BLOCK_V=config.block_v, num_warps=config.num_warps,
     )  # fmt: skip
     with on_device(device):

@@ -115,7 +115,11 @@ def _find_tie(row_ptr, bias_row_ptr, vocab, order, need, GRAIN: tl.constexpr, BL
 @triton.jit(
     do_not_specialize=[
         "vocab", "default_k", "num_rows", "stride_b", "stride_i", "bias_stride_b", "bias_stride_i",
-    ]
+    ],
+    do_not_specialize_on_alignment=[
+        "cutoff_ptr", "cutoff_id_ptr", "row_index_ptr", "num_draft_ptr", "temperature_ptr",
+        "top_k_ptr", "top_p_ptr", "min_p_ptr",
+    ],
 )  # fmt: skip
 def _row_cutoff_kernel(
     cutoff_ptr,  # out [B * L] float32, or at row_index

@@ -127,7 +127,20 @@ def _scan_tile(
     return (rest, scaled_group), listed, (lowest, lowest_scaled), bad
 
 
-@triton.jit(do_not_specialize=["vocab", "num_splits", "tiles", "stride", "bias_stride", "offset"])
+_SMALL = (
+    "keys_ptr", "floats_ptr", "ints_ptr", "temperature_ptr", "cutoff_ptr", "cutoff_id_ptr",
+    "scale_logit_ptr", "scale_id_ptr", "seed_ptr", "base_ptr", "offset_ptr", "downweight_ptr",
+    "token_ptr", "logq_ptr", "lse_ptr", "cutoff_out_ptr", "cutoff_id_out_ptr", "status_ptr",
+    "scale_logit_out_ptr", "scale_id_out_ptr", "top_ids_ptr", "top_logits_ptr", "max_ptr",
+    "log_sum_ptr",
+)  # fmt: skip
+"""Where these begin, a slice of the scratch or of a batch, makes no binary of its own."""
+
+
+@triton.jit(
+    do_not_specialize=["vocab", "num_splits", "tiles", "stride", "bias_stride", "offset"],
+    do_not_specialize_on_alignment=_SMALL,
+)
 def _row_scan_kernel(
     keys_ptr,  # out [R, S, LIST + FILTERED + SCALED] int64: largest ids, lowest kept, lowest scaled
     floats_ptr,  # out [R, S, G, 2] float32: max, sum
@@ -217,7 +230,10 @@ def _lowest_key(ptr, num_splits, WIDTH: tl.constexpr, BLOCK_S: tl.constexpr):
     return tl.where(lowest == _LARGEST_KEY, _ABSENT, lowest)
 
 
-@triton.jit(do_not_specialize=["num_splits", "stride", "bias_stride", "offset", "top_f", "scale_f"])
+@triton.jit(
+    do_not_specialize=["num_splits", "stride", "bias_stride", "offset", "top_f", "scale_f"],
+    do_not_specialize_on_alignment=(*_SMALL, "logits_ptr", "bias_ptr"),
+)
 def _row_merge_kernel(
     token_ptr,  # out [R] int64
     logq_ptr,  # out [R] float32 | None

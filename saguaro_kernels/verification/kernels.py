@@ -54,8 +54,17 @@ _INTEGERS = (
 )  # fmt: skip
 """Never specialised on: B, K, V and the strides change without a new binary."""
 
+_SMALL = (
+    "num_accepted_ptr", "output_ptr", "status_ptr", "num_passing_ptr", "bonus_ptr", "extra_ptr",
+    "extra_arg_ptr", "counter_ptr", "mass_ptr", "part_ptr", "part_arg_ptr", "row_index_ptr",
+    "cutoff_ptr", "cutoff_id_ptr", "num_draft_ptr", "temperature_ptr", "seed_ptr", "base_ptr",
+    "tokens_ptr", "draft_row_index_ptr", "logq_ptr", "draft_cutoff_ptr", "draft_cutoff_id_ptr",
+    "scale_logit_ptr", "scale_id_ptr", "downweight_ptr", "one_hot_ptr", "draft_temperature_ptr",
+)  # fmt: skip
+"""Where these begin, a slice of the scratch or of a batch, makes no new binary either."""
 
-@triton.jit(do_not_specialize=_INTEGERS)
+
+@triton.jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_SMALL)
 def _verify_stats_kernel(
     part_ptr,  # out [B, K, 3, S] float32: max, log-sum, best
     part_arg_ptr,  # out [B, K, S] int32
@@ -95,7 +104,7 @@ def _verify_stats_kernel(
         tl.store(part_arg_ptr + (b * num_steps + i) * num_splits + split, arg)
 
 
-@triton.jit(do_not_specialize=_INTEGERS)
+@triton.jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_SMALL)
 def _verify_mass_kernel(
     mass_ptr,  # out [B, K, S] float32: partial R_i in row i - 1
     part_ptr,  # [B, K, 3, S] float32
@@ -168,7 +177,7 @@ def _verify_mass_kernel(
             tl.store(mass_ptr + (b * num_steps + i - 1) * num_splits + split, mass)
 
 
-@triton.jit(do_not_specialize=_INTEGERS)
+@triton.jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=_SMALL)
 def _verify_extra_kernel(
     num_accepted_ptr,  # out [B] int32
     output_ptr,  # out [B, K+1] int64

@@ -1,11 +1,9 @@
-"""Row ops as torch ops: schemas that tell the truth, graphs without breaks, nothing that waits."""
+"""Kernels of rows as torch ops: schemas that tell the truth, no graph breaks, nothing that waits.
+
+The same of every op's reference: test_torch_library.py.
+"""
 
 from __future__ import annotations
-
-import os
-import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -21,7 +19,6 @@ from saguaro_kernels import (
 )
 from saguaro_kernels.distribution import launch
 
-IMPLS = ("reference", "triton")
 ROWS, VOCAB = 3, 40
 
 
@@ -62,7 +59,6 @@ def _geometric_arguments(device, impl):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
@@ -72,18 +68,19 @@ def _geometric_arguments(device, impl):
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_opcheck(name, arguments, impl, device):
-    torch.library.opcheck(getattr(torch.ops.saguaro, name).default, arguments(device, impl))
+def test_opcheck(name, arguments, device):
+    torch.library.opcheck(getattr(torch.ops.saguaro, name).default, arguments(device, "triton"))
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_compiles_without_a_graph_break(impl, device):
+def test_compiles_without_a_graph_break(device):
     logits, sampling, keys = _inputs(device)
 
     def step(logits, temperature, top_k, seed, base):
         given = Sampling(temperature, top_k)
-        sample = saguaro_sample(logits * 1.0, given, Keys(seed, base), offset=1, top_f=4, impl=impl)
-        return sample.tokens + 1, sample.top_ids, row_stats(logits, given, impl=impl).lse
+        sample = saguaro_sample(
+            logits * 1.0, given, Keys(seed, base), offset=1, top_f=4, impl="triton"
+        )
+        return sample.tokens + 1, sample.top_ids, row_stats(logits, given, impl="triton").lse
 
     arguments = (logits, sampling.temperature, sampling.top_k, keys.seed, keys.base)
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
@@ -129,66 +126,3 @@ def _identity(item):
     name, value = item
     is_tensor = isinstance(value, torch.Tensor)
     return (name, (value.data_ptr(), value.shape) if is_tensor else value).__repr__()
-
-
-def test_shapes_share_their_binaries(monkeypatch, device):
-    # No constant of a kernel follows B, V or an integer that varies; integers are not specialised
-    # on, which test_integers_of_compiled_kernels sees.
-    seen = set()
-
-    def record(*plans):
-        for kernel, _, arguments in plans:
-            fixed = {n: v for n, v in arguments.items() if n.isupper() or n == "num_warps"}
-            kinds = {n: v.dtype for n, v in arguments.items() if isinstance(v, torch.Tensor)}
-            seen.add((kernel.fn.__name__, str(sorted(fixed.items())), str(sorted(kinds.items()))))
-
-    monkeypatch.setattr(launch, "_run", record)
-    for rows in (1, 2, 8, 64):
-        for vocab in (16, 96, 8192, 32768, 128256, 262144):
-            logits = torch.zeros(rows, vocab, device=device)
-            row = torch.zeros(rows, dtype=torch.int64, device=device)
-            for top_f in (5, 8):
-                saguaro_sample(
-                    logits, Sampling(row.float()), Keys(row, row), offset=rows, top_f=top_f,
-                    impl="triton",
-                )  # fmt: skip
-    assert len(seen) == 2  # the scan and the merge
-
-
-ADDRESSES = """
-import re
-from triton import compile
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from saguaro_kernels.distribution import compile_cases
-for name, kernel, signature, constexprs, num_warps in compile_cases():
-    if not name.endswith(("top32-bf16", "fp16-filtered-C")):
-        continue
-    full = {a: signature.get(a, "constexpr") for a in kernel.arg_names}
-    source = ASTSource(kernel, full, constexprs, {})
-    built = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
-    text = built.asm["ttir"]
-    free = {p.name for p in kernel.params if p.do_not_specialize}
-    print("specialised", [a for a, t in signature.items() if t == "i32" and a not in free])
-    for stride in ("stride", "stride_b", "stride_i"):
-        if stride in signature:
-            print(name, stride, len(re.findall(r"arith.extsi %" + stride + r"\\b.*i64", text)),
-                  len(re.findall(r"arith.muli [^:]*%" + stride + r"\\b[^:]*: i32", text)))
-"""
-
-
-def test_integers_of_compiled_kernels():
-    # Row offsets are products of 64 bits, and no integer argument makes a binary of its own.
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-c", ADDRESSES], env=environment, capture_output=True, text=True,
-        check=True,
-    )  # fmt: skip
-    lines = re.findall(r"^(\S+) (\S+) (\d+) (\d+)$", run.stdout, re.MULTILINE)
-    assert {name.rpartition("_kernel")[0] for name, *_ in lines} == {
-        "row_scan", "row_merge", "row_cutoff",
-    }  # fmt: skip
-    assert set(re.findall(r"^specialised (.*)$", run.stdout, re.MULTILINE)) == {"[]"}
-    for name, stride, widened, narrow in lines:
-        assert int(widened) >= 1, (name, stride)
-        assert int(narrow) == 0, (name, stride)
