@@ -9,8 +9,14 @@ from .inputs import (
     attention_inputs,
     attention_op,
     cache_inputs,
+    chain_attention_inputs,
+    chain_attention_op,
+    chain_layout_inputs,
+    chain_layout_op,
     fan_out_inputs,
     fan_out_op,
+    geometric_inputs,
+    geometric_op,
     insert_op,
     layout_inputs,
     layout_op,
@@ -69,21 +75,30 @@ register(
             {"R": 8, "V": V, "T": 0.7, "F": 8, "top_p": 0.9},
         ),
         inputs=rows_inputs,
-        providers=_ours(sample_op) | outside.samplers(),
+        providers=_ours(sample_op) | outside.providers("sample"),
         bound=lambda s, size: s["R"] * s["V"] * size,
         limit=1.05,
     )
 )
 
 
-def _verify_case(rule: str, rows: Any, *, launches: int, limit: float, **extra: Any) -> None:
+def _verify_case(
+    rule: str,
+    rows: Any,
+    *,
+    launches: int,
+    limit: float,
+    summary: str = "",
+    gate: str = "tests/kernels/test_verification.py::test_kernel_equals_reference",
+    **extra: Any,
+) -> None:
     law = rule.partition("-")[0]
     temperatures = (0.0,) if rule == "greedy" else (1.0, 0.7)
     register(
         Case(
             name=f"verify.{rule}",
-            summary=f"accepted drafts and the extra token, {rule}",
-            gate="tests/kernels/test_verification.py::test_kernel_equals_reference",
+            summary=summary or f"accepted drafts and the extra token, {rule}",
+            gate=gate,
             shapes=tuple(
                 {"B": B, "K": 7, "V": V, "T": T, "rule": law, **extra}
                 for B in (1, 8)
@@ -91,7 +106,7 @@ def _verify_case(rule: str, rows: Any, *, launches: int, limit: float, **extra: 
             ),
             inputs=verify_inputs,
             providers=_ours(verify_op, "token" if law == "greedy" else law)
-            | (outside.verifiers() if rule == "token" else {}),
+            | outside.providers(rule),
             bound=lambda s, size: s["B"] * rows(s["K"]) * s["V"] * size,
             limit=limit,
             launches=launches,
@@ -105,6 +120,11 @@ def _verify_case(rule: str, rows: Any, *, launches: int, limit: float, **extra: 
 _verify_case("token", lambda K: K + 2, launches=3, limit=1.15)
 _verify_case("block", lambda K: K + 2, launches=4, limit=3.2 / 2.31)
 _verify_case("block-close", lambda K: 2 * K + 1, launches=4, limit=5.6 / 3.85, inputs="close")
+_verify_case(
+    "hsd", lambda K: K + 2, launches=4, limit=3.2 / 2.31,
+    summary="block by another name: why, in docs/theory.md, The rules",
+    gate="tests/bench/test_registry.py::test_hsd_is_block",
+)  # fmt: skip
 _verify_case("coupled", lambda K: K + 1, launches=3, limit=1.15)
 _verify_case("greedy", lambda K: K, launches=2, limit=1.9 / 1.8)
 register(
@@ -146,6 +166,29 @@ register(
         # Partial results of a split trunk are extra traffic, paid to fill the GPU at small batches.
         limit=1.5,
         flops=lambda s: 4.0 * s["B"] * s["M"] * s["Hq"] * s["D"] * (s["L"] + s["K"] + 1),
+    )
+)
+register(
+    Case(
+        name="tree_attention.chain",
+        summary="the K + 1 queries of a verification: causal, over the trunk",
+        gate="tests/kernels/test_tree_attention.py::test_decode_verification_and_prefill",
+        shapes=(
+            # Pages of 256 slots, the least that flash-attn takes.
+            {"B": 1, "K": 7, "L": 1024, "Hq": 32, "Hkv": 8, "D": 128, "page": 256},
+            {"B": 8, "K": 7, "L": 4096, "Hq": 32, "Hkv": 8, "D": 128, "page": 256},
+        ),
+        inputs=chain_attention_inputs,
+        providers=_ours(chain_attention_op) | outside.providers("chain attention"),
+        bound=lambda s, size: (
+            s["B"]
+            * size
+            * ((s["L"] + s["K"] + 1) * 2 * s["Hkv"] + 2 * (s["K"] + 1) * s["Hq"])
+            * s["D"]
+        ),
+        # At B = 1 the partial results of a split trunk are more than half of the keys themselves.
+        limit=1.8,
+        flops=lambda s: 4.0 * s["B"] * (s["K"] + 1) * s["Hq"] * s["D"] * (s["L"] + s["K"] + 1),
     )
 )
 register(
@@ -205,6 +248,34 @@ register(
         bound=lambda s, size: s["R"] * s["V"] * (3 * 2 * size + 4),
         limit=1.05,
         launches=3,
+    )
+)
+register(
+    Case(
+        name="sample_geometric",
+        summary="a token drawn from the mean of draft and residual, and the row it came from",
+        gate="tests/kernels/test_sampling.py::test_geometric_mean_of_draft_and_residual",
+        shapes=({"R": 4, "V": V, "T": 1.0},),
+        inputs=geometric_inputs,
+        providers=_ours(geometric_op),
+        # Normalisers, mass, and the row itself, drawn from as it is written; its own normaliser is
+        # known then, so it is read and written once more. What is convenient here takes more.
+        bound=lambda s, size: s["R"] * s["V"] * (3 * 2 * size + 3 * 4),
+        limit=1.7,
+        launches=12,
+    )
+)
+register(
+    Case(
+        name="chain_layout",
+        summary="positions and slots of the last token and its drafts",
+        gate="tests/kernels/test_tree.py::test_chain_is_its_definition",
+        shapes=({"B": 8, "K": 7},),
+        inputs=chain_layout_inputs,
+        providers=_ours(chain_layout_op),
+        bound=lambda s, size: s["B"] * (s["K"] + 1) * (8 + 4 * 8 + 4),
+        limit=2.0,
+        launches=1,
     )
 )
 register(

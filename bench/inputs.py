@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from saguaro_kernels import Keys, Sampling, Stream, distribution, saguaro_sample
+from saguaro_kernels import Keys, Sampling, Stream, distribution, saguaro_sample, sample_geometric
 from saguaro_kernels.cache import SpeculationCache
 from saguaro_kernels.ngram import ngram_propose
 from saguaro_kernels.outcomes import allocate_fan_out, predict_outcomes
 from saguaro_kernels.promotion import promote_branch
 from saguaro_kernels.residual import residual
 from saguaro_kernels.rng import uniform_reference
-from saguaro_kernels.tree import tree_layout
+from saguaro_kernels.tree import chain_layout, tree_layout
 from saguaro_kernels.tree_attention import tree_attention
 from saguaro_kernels.verification import Draft, verify
 
@@ -123,7 +123,10 @@ def verify_inputs(shape: Shape, dtype: torch.dtype, device: str) -> SimpleNamesp
     )
     if close:
         request_keys = _late_keys(target[:, :K], proposed, request_keys)
-    return SimpleNamespace(target=target, draft=proposed, sampling=sampling, keys=request_keys)
+    return SimpleNamespace(
+        target=target, draft=proposed, sampling=sampling, keys=request_keys,
+        temperature=float(shape["T"]),
+    )  # fmt: skip
 
 
 def _late_keys(target: torch.Tensor, draft: Draft, start: Keys) -> Keys:
@@ -180,7 +183,7 @@ def outcomes_op(impl: str) -> Run:
 
 def _pages(shape: Shape, slots: int, device: str) -> tuple[torch.Tensor, int]:
     """A page table whose pages are not in order, as in a cache that has lived."""
-    per_request = -(-slots // PAGE)
+    per_request = -(-slots // shape.get("page", PAGE))
     order = torch.randperm(shape["B"] * per_request, generator=torch.Generator().manual_seed(0))
     return order.view(shape["B"], per_request).to(torch.int32).to(device), len(order)
 
@@ -197,8 +200,8 @@ def attention_inputs(shape: Shape, dtype: torch.dtype, device: str) -> SimpleNam
 
     return SimpleNamespace(
         query=random(B, M, heads, D),
-        keys=random(pages, PAGE, kv_heads, D),
-        values=random(pages, PAGE, kv_heads, D),
+        keys=random(pages, shape.get("page", PAGE), kv_heads, D),
+        values=random(pages, shape.get("page", PAGE), kv_heads, D),
         table=table,
         trunk=torch.full((B,), shape["L"], dtype=torch.int32, device=device),
         depth=(torch.arange(M, device=device, dtype=torch.int32) % (K + 1)).repeat(B, 1),
@@ -216,6 +219,28 @@ def attention_op(impl: str) -> Run:
         depth=x.depth,
         draft_len=x.draft_len,
         step=x.draft_len,
+        impl=impl,
+    )
+
+
+def chain_attention_inputs(shape: Shape, dtype: torch.dtype, device: str) -> SimpleNamespace:
+    """The K + 1 queries that a verification asks of B requests, over L keys before them."""
+    B, K = shape["B"], shape["K"]
+    inputs = attention_inputs({"M": K + 1, **shape}, dtype, device)
+    inputs.depth = torch.arange(K + 1, device=device, dtype=torch.int32).repeat(B, 1)
+    return inputs
+
+
+def chain_attention_op(impl: str) -> Run:
+    return lambda x: tree_attention(
+        x.query,
+        x.keys,
+        x.values,
+        x.table,
+        trunk_len=x.trunk,
+        depth=x.depth,
+        draft_len=x.draft_len,
+        step=-1,
         impl=impl,
     )
 
@@ -300,6 +325,21 @@ def residual_inputs(shape: Shape, dtype: torch.dtype, device: str) -> SimpleName
     return SimpleNamespace(target=target, draft=draft, sampling=sampling)
 
 
+def geometric_inputs(shape: Shape, dtype: torch.dtype, device: str) -> SimpleNamespace:
+    """R pairs of rows, and the noise that draws from their mean."""
+    inputs = residual_inputs(shape, dtype, device)
+    inputs.keys = keys(shape["R"], device)
+    return inputs
+
+
+def geometric_op(impl: str) -> Run:
+    def run(x: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
+        sample, row = sample_geometric(x.draft, x.target, x.sampling, x.keys, offset=0, impl=impl)
+        return sample.tokens, row
+
+    return run
+
+
 def layout_inputs(shape: Shape, dtype: torch.dtype, device: str) -> SimpleNamespace:
     """M branches of B requests in pages."""
     B, M, K = shape["B"], shape["M"], shape["K"]
@@ -322,6 +362,19 @@ def layout_op(impl: str) -> Run:
         page_table=x.table,
         page_size=PAGE,
         impl=impl,
+    )
+
+
+def chain_layout_inputs(shape: Shape, dtype: torch.dtype, device: str) -> SimpleNamespace:
+    """The last token of B requests and its drafts, of several lengths."""
+    inputs = layout_inputs({"M": shape["K"] + 1, **shape}, dtype, device)
+    inputs.count = 1 + torch.arange(shape["B"], device=device, dtype=torch.int32) % (shape["K"] + 1)
+    return inputs
+
+
+def chain_layout_op(impl: str) -> Run:
+    return lambda x: chain_layout(
+        x.tokens, x.count, x.trunk, page_table=x.table, page_size=PAGE, impl=impl
     )
 
 

@@ -26,18 +26,37 @@ L2_BYTES = 256 << 20
 """Rotated inputs exceed this, so that no replay finds its rows in a cache."""
 
 
+def has_tests() -> bool:
+    """True in the repository; an installed package comes without the tests that gate it."""
+    return (ROOT / "setup.py").is_file() and (ROOT / "tests").is_dir()
+
+
+def gates(nodes: Sequence[str]) -> dict[str, str]:
+    """Run the gating tests; those that are red, and why."""
+    nodes = list(dict.fromkeys(nodes))
+    # Together they start once. Which of them is red is asked only if one is.
+    if len(nodes) > 1 and _pytest(nodes).returncode == 0:
+        return {}
+    return {node: reason for node in nodes if (reason := gate(node))}
+
+
 @functools.cache
 def gate(node: str) -> str:
     """Run the gating test, once: "" when it passed, else why it counts as red."""
     path = ROOT / node.partition("::")[0]
     if not path.exists():
         return f"no {node} here: the tests are in the repository"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", node]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    result = _pytest([node])
     if result.returncode == 0:
         return ""
     last = (result.stdout.strip().splitlines() or ["pytest said nothing"])[-1]
     return f"{node} is red: {last}"
+
+
+def _pytest(nodes: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """In one process: a gate is over before others would have started."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", *nodes]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def measure_traffic(
@@ -85,14 +104,18 @@ def measure_traffic(
     return results
 
 
+def copies(bound: int) -> int:
+    """Copies of inputs of `bound` bytes that a timing rotates over."""
+    return max(2, min(16, L2_BYTES // max(bound, 1) + 1))
+
+
 def measure_times(
     case: Case, shape: Shape, dtype: torch.dtype, providers: Sequence[str], roof: float
 ) -> list[Result]:
     """Time each provider on the GPU, and count its launches."""
     bound = int(case.bound(shape, dtype.itemsize))
-    copies = max(2, min(16, L2_BYTES // max(bound, 1) + 1))
     inputs = [case.inputs(shape, dtype, "cuda")]
-    inputs += [moved(inputs[0], "cuda") for _ in range(copies - 1)]
+    inputs += [moved(inputs[0], "cuda") for _ in range(copies(bound) - 1)]
     row: dict[str, Any] = {
         "case": case.name,
         "shape": shape_id(shape),

@@ -1,4 +1,4 @@
-"""`python -m bench.overhead`: what a call costs on the host before its first launch, in us.
+"""`python -m bench overhead`: what a call costs on the host before its first launch, in us.
 
     direct      an empty function, called with the op's arguments
     op          the same function behind torch.ops.saguaro: what registration costs per call
@@ -10,8 +10,10 @@ hold for tensors on any device. The dispatcher tells devices apart by a table, n
 
 from __future__ import annotations
 
+import argparse
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -82,9 +84,14 @@ def measure(calls: int = 50) -> list[tuple[str, float, float, float]]:
     return rows
 
 
-def main(calls: int = 50) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Print the table, and the ops that cost more than the limit over a direct call."""
-    rows = measure(calls)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench overhead", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--calls", type=int, default=50, help="per time (%(default)s)")
+    rows = measure(parser.parse_args(arguments).calls)
     shown = [
         (name, f"{direct:.2f}", f"{op:.2f}", f"{op - direct:.2f}", f"{call:.1f}")
         for name, direct, op, call in rows
@@ -96,4 +103,4 @@ def main(calls: int = 50) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,8 +1,9 @@
 """The registry: what is measured, on which inputs, against which bound, gated by which test.
 
-Adding an op is one `Case` in `cases.py`. A provider is a function of the inputs that runs the op
-once; "ours" is the op itself. `bound` is the least number of bytes that any implementation moves,
-`limit` the ratio to it that ours may reach, `launches` the launches it may take.
+Adding an op is one `Case` in `cases.py`; whole runs are in `systems.py`. A provider is a function
+of the inputs that runs the op once; "ours" is the op itself. `bound` is the least number of bytes
+that any implementation moves, `limit` the ratio to it that ours may reach, `launches` the launches
+it may take.
 """
 
 from __future__ import annotations
@@ -18,9 +19,6 @@ Provider = Callable[[Any], Any]
 
 CASES: dict[str, Case] = {}
 """Kernel cases by name, in the order of registration."""
-
-SYSTEM: dict[str, Callable[[Any], int]] = {}
-"""System cases (whole runs): name -> main(options), which prints its own tables."""
 
 
 @dataclass(frozen=True)

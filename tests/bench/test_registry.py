@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
+import os
+import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from bench import __main__ as command
-from bench import cases, measure, report
+from bench import cases, measure, report, run
 from bench.registry import CASES, Case, register, select, shape_id
+from bench.systems import SYSTEM, System
 
 SMALL = {
     "row_stats": {"R": 2, "V": 4096, "T": 1.0},
@@ -19,14 +25,18 @@ SMALL = {
     "verify.token": {"B": 1, "K": 2, "V": 4096, "T": 1.0, "rule": "token"},
     "verify.block": {"B": 1, "K": 2, "V": 4096, "T": 1.0, "rule": "block"},
     "verify.block-close": {"B": 1, "K": 2, "V": 4096, "T": 1.0, "rule": "block", "inputs": "close"},
+    "verify.hsd": {"B": 1, "K": 2, "V": 4096, "T": 1.0, "rule": "hsd"},
     "verify.coupled": {"B": 1, "K": 2, "V": 4096, "T": 1.0, "rule": "coupled"},
     "verify.greedy": {"B": 1, "K": 2, "V": 4096, "T": 0.0, "rule": "greedy"},
     "predict_outcomes": {"B": 1, "K": 2, "V": 4096, "M": 6, "T": 1.0},
     "tree_attention": {"B": 1, "M": 4, "K": 2, "L": 64, "Hq": 4, "Hkv": 2, "D": 32},
+    "tree_attention.chain": {"B": 1, "K": 2, "L": 64, "Hq": 4, "Hkv": 2, "D": 32},
     "promote_branch": {"B": 2, "M": 4, "K": 2, "layers": 2, "Hkv": 2, "D": 32},
     "cache_lookup": {"B": 4, "M": 4, "K": 2},
     "cache_insert": {"B": 4, "M": 4, "K": 2},
     "residual": {"R": 2, "V": 4096, "T": 0.7},
+    "sample_geometric": {"R": 2, "V": 4096, "T": 0.7},
+    "chain_layout": {"B": 2, "K": 2},
     "tree_layout": {"B": 2, "M": 4, "K": 2},
     "ngram_propose": {"B": 2, "N": 64, "K": 3},
     "allocate_fan_out": {"B": 2, "K": 3, "M": 8},
@@ -48,7 +58,7 @@ def test_ours_runs_in_few_launches_without_syncs_or_wide_writes(name: str) -> No
     assert ours.note == ""
     assert ours.launches is not None and ours.launches <= case.launches
     assert ours.syncs == 0
-    assert not ours.wide_writes or name == "residual"
+    assert not ours.wide_writes or name in ("residual", "sample_geometric")
     # Below this the rows are not what is moved, so the ratio says nothing.
     assert ours.bytes_read and ours.bound_bytes > 0
 
@@ -67,8 +77,23 @@ def test_ours_equals_the_torch_provider(name: str) -> None:
             assert torch.equal(ours, torch_)
 
 
+def test_hsd_is_block() -> None:
+    """The gate of verify.hsd: the same verdicts, out of the same bytes."""
+    rows = {}
+    for name in ("hsd", "block"):
+        case, shape = CASES[f"verify.{name}"], {**SMALL["verify.block"], "B": 3, "rule": name}
+        inputs = case.inputs(shape, torch.float32, "cpu")
+        verdict = measure.outputs(inputs, case.providers["ours"](inputs))
+        (result,) = measure.measure_traffic(case, shape, torch.float32, "H100 SXM", ["ours"])
+        rows[name] = verdict, result.launches, result.bytes_read, result.bytes_written
+    assert all(torch.equal(a, b) for a, b in zip(rows["hsd"][0], rows["block"][0], strict=True))
+    assert rows["hsd"][1:] == rows["block"][1:]
+    theory = (measure.ROOT / "docs" / "theory.md").read_text()
+    assert '**"hsd" is block.**' in theory.partition("## The rules")[2]
+
+
 def test_the_tables_are_printed_and_written(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(measure, "gate", lambda node: "")
+    monkeypatch.setattr(measure, "gates", lambda nodes: {})
     files = {kind: tmp_path / f"out.{kind}" for kind in ("csv", "json", "png")}
     code = _run(
         "promote_branch",
@@ -90,6 +115,7 @@ def test_the_tables_are_printed_and_written(tmp_path, capsys, monkeypatch) -> No
 
 def test_a_red_gate_prints_no_ratio_and_fails(capsys, monkeypatch) -> None:
     monkeypatch.setattr(measure, "gate", lambda node: f"{node} is red: 1 failed")
+    monkeypatch.setattr(measure, "_pytest", lambda nodes: SimpleNamespace(returncode=1))
     assert _run("promote_branch", "--quick") == 1
     out = capsys.readouterr().out
     assert "RED promote_branch" in out
@@ -103,6 +129,7 @@ def test_the_gate_is_the_named_test(tmp_path, monkeypatch) -> None:
     assert measure.gate("test_good.py::test_good") == ""
     assert "red" in measure.gate("test_bad.py")
     assert "no test_none.py" in measure.gate("test_none.py")
+    assert list(measure.gates(["test_good.py", "test_bad.py"])) == ["test_bad.py"]
 
 
 def test_a_broken_kernel_fails_the_run(capsys, monkeypatch) -> None:
@@ -128,7 +155,7 @@ def test_names_and_shapes() -> None:
     assert select("all") == list(CASES.values())
     assert select("nothing") == []
     assert _run("nothing") == 2
-    parsed = command.parse_shape("B=1,T=0.7,rule=token")
+    parsed = run.parse_shape("B=1,T=0.7,rule=token")
     assert parsed == {"B": 1, "T": 0.7, "rule": "token"}
     assert shape_id(parsed) == "B1-T0.7-token"
     with pytest.raises(ValueError, match="twice"):
@@ -144,6 +171,86 @@ def test_every_case_names_a_gate_that_exists(capsys) -> None:
         assert (measure.ROOT / case.gate.partition("::")[0]).exists(), case.gate
         assert case.name in listed
         assert case.quick <= len(case.shapes)
+
+
+def test_an_installed_copy_is_not_told_of_tests_it_lacks(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(measure, "ROOT", measure.ROOT / "nowhere")
+    assert _run("--list") == 0
+    assert "test_" not in capsys.readouterr().out
+    assert _run("promote_branch", "--shapes", "B=1,M=4,K=2,layers=2,Hkv=2,D=32") == 0
+    assert "Gating tests were not run" in capsys.readouterr().out
+
+
+def test_every_op_and_every_command_has_its_entry(capsys) -> None:
+    _run("--list")
+    listed = capsys.readouterr().out
+    ops = {
+        name.removeprefix("saguaro::")
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("saguaro::")
+    }
+    covered = {name.partition(".")[0] for name in CASES} | {"geometric_row"}
+    assert ops <= covered and "sample_geometric" in covered
+    for name, system in SYSTEM.items():
+        assert name in listed and name in (command.__doc__ or "")
+        assert importlib.util.find_spec(f"bench.{name}") is not None
+        assert not system.gate or (measure.ROOT / system.gate.partition("::")[0]).exists()
+
+
+def test_everything_fails_where_one_part_does(capsys, monkeypatch) -> None:
+    """All parts run, and the last table says which failed."""
+    asked = []
+    monkeypatch.setattr(run, "kernels", lambda options: 0)
+    monkeypatch.setattr(
+        run, "_process", lambda name, its: asked.append((name, its)) or failing[name]
+    )
+    failing = {"compile": 0, "paper": 0}
+    monkeypatch.setattr(run, "SYSTEM", {name: SYSTEM[name] for name in [*failing, "gpu"]})
+    assert _run("all", "--quick", "--no-gate") == 0
+    assert asked == [
+        ("compile", [*(SYSTEM["compile"].quick or ()), "--no-gate"]),
+        ("paper", ["--no-gate"]),
+    ]
+    failing["compile"] = 1
+    assert _run("all") == 1
+    last = capsys.readouterr().out.rpartition("== what came of it")[2]
+    assert "FAILED" in last and "kernel cases" in last
+
+
+def test_a_system_case_waits_for_its_gate(capsys, monkeypatch) -> None:
+    ran = []
+    case = System("toy", "a toy", gate="tests/test_toy.py::test_red")
+    monkeypatch.setattr(System, "main", lambda self, rest: ran.append(list(rest)) or 0)
+    monkeypatch.setattr(measure, "_pytest", lambda nodes: SimpleNamespace(returncode=1, stdout=""))
+    assert run.system(case, ["--quick"]) == 1
+    assert "RED toy" in capsys.readouterr().out and not ran
+    assert run.system(case, ["--quick", "--no-gate"]) == 0
+    assert run.system(case, ["--help"]) == 0
+    assert ran == [["--quick"], ["--help"]]
+
+
+@pytest.mark.timeout(600)
+def test_a_kernel_that_is_wrong_is_not_measured_and_fails_the_run(tmp_path) -> None:
+    """In a copy of the repository whose kernel of one op forgets a value."""
+    for name in ("bench", "tests", "saguaro_kernels"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(measure.ROOT / name, tmp_path / name, ignore=ignored)
+    for name in ("setup.py", "pyproject.toml"):
+        shutil.copy(measure.ROOT / name, tmp_path)
+    (tmp_path / "saguaro_runtime").symlink_to(measure.ROOT / "saguaro_runtime")
+    kernel = tmp_path / "saguaro_kernels" / "outcomes" / "fan_out.py"
+    right = kernel.read_text()
+    wrong = right.replace("whole.to(tl.int32) + extra", "whole.to(tl.int32) - extra")
+    assert wrong != right
+    kernel.write_text(wrong)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTEST_ADDOPTS"}
+    done = subprocess.run(
+        [sys.executable, "-m", "bench", "allocate_fan_out", "--quick"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "RED allocate_fan_out: not measured" in done.stdout
+    assert "1 failed" in done.stdout and "  ours  " not in done.stdout
 
 
 def test_the_peers_figures_are_consistent() -> None:

@@ -1,0 +1,66 @@
+"""System cases: whole runs, each a command of its own that prints its own tables.
+
+Adding one is a module with `main(arguments) -> exit code` and one entry here. Nothing heavy is
+imported before a command runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class System:
+    """One command; `quick` and `full` are its arguments in `all --quick` and `all`."""
+
+    name: str
+    summary: str
+    quick: tuple[str, ...] | None = None
+    full: tuple[str, ...] | None = None
+    gate: str = ""
+    """Node id of the test that must pass before its ratios are printed; "" where it compares none,
+    or checks them itself."""
+    interpreted: bool = False
+    """Needs kernels that run without a GPU."""
+
+    def main(self, arguments: Sequence[str]) -> int:
+        """Run it; its exit code."""
+        module = importlib.import_module(f".{self.name}", __package__)
+        return int(module.main(arguments))
+
+
+_SAME_TEXTS = "tests/runtime/test_reproducible.py::test_ssd_equals_sd"
+
+SYSTEM: dict[str, System] = {
+    its.name: its
+    for its in (
+        System(
+            "compile",
+            "registers, spills and load widths of every kernel's binaries for four targets",
+            quick=("--first", "--targets", "sm_90"),
+            full=(),
+        ),
+        System("paper", "the paper's rates beside the planner's", quick=(), full=()),
+        System(
+            "equality",
+            "every method's text against the target's own, in float32",
+            quick=("--prompts", "2", "--tokens", "12"),
+            full=(),
+        ),
+        System(
+            "end_to_end",
+            "tokens per second of every method on the demo's pair, in one interleaved run",
+            quick=("--quick",),
+            full=(),
+            gate=_SAME_TEXTS,
+        ),
+        System("readme", "the README's tables, from bench/results", ("--check",), ("--check",)),
+        System("overhead", "what a call costs on the host before its first launch"),
+        System("soak", "is anything lost when the draft process dies again and again?"),
+        System("tune", "rows of the launch-config table: what is in use, what is fastest",
+               interpreted=True),
+        System("gpu", "check every kernel on a GPU, and time it"),
+    )
+}  # fmt: skip
