@@ -7,9 +7,10 @@ decides only what the drafter does: nothing ("ar"), chains ("sd"), or chains and
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from numbers import Integral
 from types import TracebackType
 from typing import Any
@@ -18,10 +19,12 @@ import torch
 
 from saguaro_kernels.errors import ConfigError
 
+from .background import Background
 from .build import build_lane, build_target, share_cores
 from .config import EngineConfig
-from .metrics import KEPT_SPANS, Counts, Span, Timeline, mean_ms, overlap
+from .metrics import Counts, Served, Span, SpanLog, Timeline, overlap
 from .params import SamplingParams
+from .prometheus import prometheus_text
 from .requests import Output, Prompt, Request
 from .round import ChainStore
 from .scheduler import Scheduler
@@ -33,6 +36,10 @@ _DEFAULT = EngineConfig()
 
 class Engine:
     """Decodes requests with a target and a draft. Use it as a context manager, or call close().
+
+    All methods may be called from any thread. Rounds run one at a time; whoever steps serves all
+    requests. `add` and `cancel` never wait for a round; the rest waits for the one that is running,
+    so it must not be called from inside one (a logits processor, a tokenizer).
 
     Args:
         target, draft: a loaded transformers model, a folder or hub name, or a `Model`. draft may be
@@ -63,9 +70,12 @@ class Engine:
             self.model, rule=config.rule, impl=config.impl, timeline=self.timeline
         )
         self.scheduler = Scheduler(config, built)
-        self.spans: deque[Span] = deque(maxlen=KEPT_SPANS)
+        self._log = SpanLog()
         self._undrafted = ChainStore((config.max_batch,), 0, 1, torch.float32)
         self._held: set[int] = set()
+        self._cancelled: deque[Request] = deque()
+        self._lock = threading.Lock()
+        self._background = Background()
         self._busy_s = 0.0
 
     def add(self, prompt: Prompt, params: SamplingParams = _GREEDY) -> Request:
@@ -79,30 +89,48 @@ class Engine:
 
     def step(self) -> list[Request]:
         """One round of all running requests; returns those it finished."""
-        start = time.monotonic()
-        with torch.no_grad():
-            self._admit()
-            turn = self.scheduler.turn()
-            if turn is None:
-                return []
-            reply = self.lane.next_chain(turn) if self.lane else None
-            hit = reply.hit if reply else None
-            if reply and not bool(reply.ready.all()):
-                turn, hit = turn.select(reply.ready), reply.hit[reply.ready]
-            store = self.lane.chain if self.lane and reply else self._undrafted
-            sampling, keys = self.scheduler.sampling(turn), self.scheduler.keys(turn)
-            draft = store.draft(turn.rows, sampling)
-            requests = self.scheduler.requests(turn)
-            judgement = self.verifier.verify(turn, draft, sampling, keys, requests)
-            finished = self.scheduler.commit(turn, draft, judgement, hit)
-            self._release()
-        self._busy_s += time.monotonic() - start
+        try:
+            with self._lock, torch.no_grad():
+                start = time.monotonic()
+                finished = self._round()
+                self._busy_s += time.monotonic() - start
+                return finished
+        finally:
+            self._settle()
+
+    def _round(self) -> list[Request]:
+        self._admit()
+        turn = self.scheduler.turn()
+        if turn is None:
+            return []
+        reply = self.lane.next_chain(turn) if self.lane else None
+        hit = reply.hit if reply else None
+        if reply and not bool(reply.ready.all()):
+            turn, hit = turn.select(reply.ready), reply.hit[reply.ready]
+        store = self.lane.chain if self.lane and reply else self._undrafted
+        sampling, keys = self.scheduler.sampling(turn), self.scheduler.keys(turn)
+        draft = store.draft(turn.rows, sampling)
+        start, requests = time.monotonic(), self.scheduler.requests(turn)
+        judgement = self.verifier.verify(turn, draft, sampling, keys, requests)
+        finished = self.scheduler.commit(turn, draft, judgement, hit)
+        self.timeline.rounds(((its.row, its.rounds[-1].source) for its in requests), start)
+        self._release()
         return finished
 
     def cancel(self, request: Request) -> None:
-        """End a request between rounds; the tokens it has stay in it."""
-        self.scheduler.cancel(request)
-        self._release()
+        """End a request, at once or after the round that runs; the tokens it has stay in it."""
+        self._cancelled.append(request)
+        self._settle()
+
+    def _settle(self) -> None:
+        """End what was cancelled, unless a round runs: then its thread does."""
+        while self._cancelled and self._lock.acquire(blocking=False):
+            try:
+                while self._cancelled:
+                    self.scheduler.cancel(self._cancelled.popleft())
+                self._release()
+            finally:
+                self._lock.release()
 
     def generate(
         self,
@@ -124,11 +152,13 @@ class Engine:
                 self.cancel(request)
         return [request.output() for request in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams = _GREEDY) -> Iterator[str]:
-        """Yield the text of one request as it is decided; leaving early cancels it."""
-        if self.tokenizer is None:
-            raise ConfigError("stream: got no tokenizer, want Engine(..., tokenizer=...)")
-        request = self.add(prompt, params)
+    def stream(self, prompt: Prompt | Request, params: SamplingParams = _GREEDY) -> Iterator[str]:
+        """Yield the text of one request as it is decided; leaving early cancels it.
+
+        Instead of a prompt, a request that `add` returned: its counts and log-probabilities can
+        then be read beside the text, and its output() at the end.
+        """
+        request = self._followed(prompt, params)
         try:
             while request.finish_reason is None:
                 self.step()
@@ -139,36 +169,91 @@ class Engine:
         finally:
             self.cancel(request)
 
+    async def astream(
+        self, prompt: Prompt | Request, params: SamplingParams = _GREEDY
+    ) -> AsyncIterator[str]:
+        """`stream` for asyncio: rounds run in a thread of their own and serve all streams."""
+        request = self._followed(prompt, params)
+        try:
+            while request.finish_reason is None:
+                await self._background.round(self.step)
+                if piece := request.take_text():
+                    yield piece
+            if piece := request.take_text():
+                yield piece
+        finally:
+            self.cancel(request)
+
+    def _followed(self, prompt: Prompt | Request, params: SamplingParams) -> Request:
+        if self.tokenizer is None:
+            raise ConfigError("stream: got no tokenizer, want Engine(..., tokenizer=...)")
+        return prompt if isinstance(prompt, Request) else self.add(prompt, params)
+
+    @property
+    def spans(self) -> deque[Span]:
+        """The latest pieces of work of all lanes, up to the last call of stats()."""
+        return self._log.spans
+
     def reset_stats(self) -> None:
         """Forget counts and times so far, after a warm-up say; running requests keep theirs."""
-        self.stats()
-        self.spans.clear()
-        self.scheduler.counts = Counts()
-        self._busy_s = 0.0
+        with self._lock:
+            self._collect()
+            self._log = SpanLog()
+            self.scheduler.counts, self.scheduler.served = Counts(), Served()
+            self._busy_s = 0.0
 
     def stats(self) -> dict[str, Any]:
         """Counts and times since the engine began, see docs/operations.md."""
-        self.spans += self.timeline.drain() + (self.lane.spans() if self.lane else [])
-        counts = self.scheduler.counts
-        step_ms = mean_ms(self.spans, "tree_step") or mean_ms(self.spans, "draft_step")
-        return counts.summary() | {
-            "tokens_per_s": counts.tokens / self._busy_s if self._busy_s else 0.0,
-            "seconds": self._busy_s,
-            "overlap": overlap(self.spans, "look_ahead", "verify"),
-            "t_verify_ms": mean_ms(self.spans, "verify"),
-            "t_draft_step_ms": step_ms,
-            "t_redraft_step_ms": mean_ms(self.spans, "draft_step"),
-            "t_look_ahead_ms": mean_ms(self.spans, "look_ahead"),
-            "t_sample_ms": mean_ms(self.spans, "sample"),
-            "speculation": "off" if self.lane is None else self.lane.status,
-            "draft_faults": [] if self.lane is None else list(self.lane.faults),
-        }
+        with self._lock:
+            self._collect()
+            counts, mean_ms = self.scheduler.counts, self._log.mean_ms
+            return (
+                counts.summary()
+                | self.scheduler.load()
+                | {
+                    "ended": dict(self.scheduler.served.reasons),
+                    "tokens_per_s": counts.tokens / self._busy_s if self._busy_s else 0.0,
+                    "seconds": self._busy_s,
+                    "overlap": overlap(self._log.spans, "look_ahead", "verify"),
+                    "t_verify_ms": mean_ms("verify"),
+                    "t_draft_step_ms": mean_ms("tree_step") or mean_ms("draft_step"),
+                    "t_redraft_step_ms": mean_ms("draft_step"),
+                    "t_look_ahead_ms": mean_ms("look_ahead"),
+                    "t_sample_ms": mean_ms("sample"),
+                    "speculation": "off" if self.lane is None else self.lane.status,
+                    "draft_faults": [] if self.lane is None else list(self.lane.faults),
+                }
+            )
+
+    def prometheus(self) -> str:
+        """The numbers of stats() and more, in Prometheus' text format."""
+        with self._lock:
+            self._collect()
+            lane, load = self.lane, self.scheduler.load()
+            gauges = {
+                "running": ("Requests that decode.", load["running"]),
+                "waiting": ("Requests that wait for a row or slots.", load["waiting"]),
+                "slots": ("Key-value slots of all requests.", self.config.max_tokens),
+                "slots_used": ("Those given to requests.", load["slots_used"]),
+                "speculation": (
+                    "1 where a draft is at work.",
+                    lane is not None and lane.status == "on",
+                ),
+                "draft_faults": ("Failures of the draft.", len(lane.faults) if lane else 0),
+                "busy_seconds": ("Time spent in rounds.", self._busy_s),
+            }
+            return prometheus_text(self.scheduler.counts, self.scheduler.served, self._log, gauges)
+
+    def _collect(self) -> None:
+        self._log.extend(self.timeline.drain() + (self.lane.spans() if self.lane else []))
 
     def close(self) -> None:
         """End the drafter and give back what the engine changed. Safe to call twice."""
-        if self.lane is not None:
-            self.lane.close()
-        self._restore_threads()
+        self._background.close()
+        with self._lock:
+            if self.lane is not None:
+                self.lane.close()
+            self._restore_threads()
 
     def __enter__(self) -> Engine:
         return self

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from .metrics import Counts, Source
+from .metrics import Counts, Source, Times
 from .params import SamplingParams
 from .processors import LogitsEditor, Logprobs
 
@@ -31,7 +32,7 @@ class Output:
     """A finished request.
 
     Attributes:
-        metrics: sums over its rounds, see metrics.Counts.
+        metrics: sums over its rounds, see metrics.Counts, and its times, see metrics.Times.
         logprobs: one entry per token where SamplingParams.logprobs asked for them.
         error: what happened where finish_reason is "error".
         prompt_tokens: ids of the prompt.
@@ -124,6 +125,7 @@ class Request:
     finish_reason: FinishReason | None = None
     error: str | None = None
     counts: Counts = field(default_factory=Counts)
+    times: Times = field(default_factory=Times)
     rounds: list[Round] = field(default_factory=list)
 
     @property
@@ -148,6 +150,8 @@ class Request:
         except Exception as error:  # the tokenizer's, over which other requests must not be lost
             self.fail(f"{type(error).__name__}: {error}")
         self.logprobs += logprobs[: len(self.token_ids) - before]
+        if self.token_ids and self.times.first is None:
+            self.times.first = time.monotonic()
         if self.finish_reason is None and self.remaining <= 0:
             self.finish_reason = "length"
         if self.finish_reason is not None:
@@ -197,7 +201,7 @@ class Request:
             token_ids=list(self.token_ids),
             text=self.stream.text if self.stream is not None else "",
             finish_reason=self.finish_reason or "cancelled",
-            metrics=self.counts.summary(),
+            metrics=self.counts.summary() | self.times.summary(len(self.token_ids)),
             rounds=list(self.rounds),
             logprobs=None if self.params.logprobs is None else list(self.logprobs),
             error=self.error,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -13,7 +15,7 @@ from saguaro_kernels.verification import Draft
 
 from .build import Built
 from .config import EngineConfig
-from .metrics import Counts, Source
+from .metrics import Counts, Served, Source
 from .params import SamplingParams
 from .policy import decide
 from .processors import LogitsEditor
@@ -26,11 +28,11 @@ _BROKEN = (Status.NAN, Status.EMPTY)
 
 
 class Scheduler:
-    """Rows and their requests, in order of arrival."""
+    """Rows and their requests, in order of arrival. `add` may be called while a round runs."""
 
     def __init__(self, config: EngineConfig, built: Built) -> None:
         self.config, self.built = config, built
-        self.counts = Counts()
+        self.counts, self.served = Counts(), Served()
         self._table = RowTable(config.max_batch)
         self._waiting: deque[Request] = deque()
         self._running: dict[int, Request] = {}
@@ -38,7 +40,8 @@ class Scheduler:
         self._accepted: dict[int, int] = {}
         self._free_rows = list(range(config.max_batch))
         self._free_slots = config.max_tokens
-        self._uid = self._round = 0
+        self._uids = itertools.count(1)
+        self._round = 0
 
     def add(self, prompt: Prompt, params: SamplingParams) -> Request:
         """Queue a request, or raise ConfigError and queue nothing."""
@@ -51,7 +54,8 @@ class Scheduler:
             if request.limit > 0:
                 self._waiting.append(request)
             else:
-                request.finish_reason = "length"
+                request.finish("length")
+                self._count_served(request)
         return requests
 
     def admit(self) -> list[Admission]:
@@ -62,7 +66,7 @@ class Scheduler:
             if slots > self._free_slots:
                 break
             request = self._waiting.popleft()
-            request.row = self._free_rows.pop(0)
+            request.row, request.times.admitted = self._free_rows.pop(0), time.monotonic()
             self._free_slots -= slots
             self._running[request.row] = request
             self._accepted[request.row] = -1
@@ -97,6 +101,14 @@ class Scheduler:
         """The requests of the turn's rows, in its order."""
         return [self._running[row] for row in turn.rows.tolist()]
 
+    def load(self) -> dict[str, int]:
+        """What is running and waiting, and the slots in use."""
+        return {
+            "running": len(self._running),
+            "waiting": len(self._waiting),
+            "slots_used": self.config.max_tokens - self._free_slots,
+        }
+
     def sampling(self, turn: Turn) -> Sampling:
         return self._table.sampling(turn.rows)
 
@@ -113,7 +125,7 @@ class Scheduler:
         tokens, status = verdict.tokens.tolist(), verdict.status.tolist()
         for index, row in enumerate(turn.rows.tolist()):
             request, count = self._running[row], accepted[index]
-            found, before = hit is not None and bool(hit[index]), request.length
+            found, before = None if hit is None else bool(hit[index]), request.length
             broken = status[index] in _BROKEN
             taken = tokens[index][: count if broken else count + 1]
             request.commit(taken, logprobs.get(index, ()))
@@ -138,6 +150,7 @@ class Scheduler:
         request.finish("cancelled")
         if request in self._waiting:
             self._waiting.remove(request)
+            self._count_served(request)
         else:
             self._leave(request)
 
@@ -153,14 +166,21 @@ class Scheduler:
         rows, self._left = self._left, []
         return rows
 
-    def _source(self, row: int, found: bool) -> Source:
+    def _source(self, row: int, found: bool | None) -> Source:
         if self._accepted[row] < 0:
             return "first"
-        if not self.config.fan_out:
+        if self.config.method == "ar":
             return "asked"
-        return "hit" if found else "miss"
+        if found is None:
+            return "late"
+        return "asked" if not self.config.fan_out else "hit" if found else "miss"
+
+    def _count_served(self, request: Request) -> None:
+        assert request.finish_reason is not None
+        self.served.add(request.finish_reason, len(request.prompt), request.times)
 
     def _leave(self, request: Request) -> None:
+        self._count_served(request)
         del self._running[request.row]
         self._free_slots += self._slots(request)
         self._free_rows.append(request.row)
@@ -188,11 +208,10 @@ class Scheduler:
                 raise ConfigError(f"{name}: token ids must lie in 0..{vocab - 1}")
         if len(ids) >= built.max_length:
             raise ConfigError(f"prompt: {len(ids)} tokens, the model holds {built.max_length}")
-        self._uid += 1
         stop_ids = frozenset(params.stop_token_ids)
         stop_ids |= frozenset() if params.ignore_eos else built.stop_ids
         request = Request(
-            uid=self._uid,
+            uid=next(self._uids),
             prompt=ids,
             params=params,
             stop_ids=stop_ids,

@@ -1,0 +1,63 @@
+"""A picture of a timeline: lanes over time, work by colour, rounds by hit and miss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from saguaro_kernels.errors import UnsupportedError
+
+from .metrics import Span
+
+_COLOURS = {
+    "hit": "#2e9e4f", "miss": "#d1495b", "late": "#7a1f2b", "first": "#bbbbbb", "asked": "#8fb8de",
+    "verify": "#edae49", "look_ahead": "#d5e3ee", "prefill": "#9a7fd1", "draft_step": "#003d5b",
+    "promote": "#00798c", "feed_last": "#4f9da6", "target_forward": "#f6d9a0",
+    "tree_step": "#30638e", "predict": "#66a182", "sample": "#79a3c4",
+}  # fmt: skip
+"""By name of span; what is part of something else comes after it, and is drawn over it."""
+_HEIGHTS = {"target_forward": 0.5, "tree_step": 0.5, "predict": 0.5, "sample": 0.25}
+
+
+def plot_timeline(spans: Iterable[Span], path: str | Path, *, seconds: float | None = None) -> None:
+    """Write a PNG (or what the suffix says) of the last `seconds`; default: of all spans.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise UnsupportedError(
+            'plot: matplotlib is missing; run: pip install "saguaro-ssd[bench]"'
+        ) from error
+    shown = sorted(spans)
+    end = max((span.end for span in shown), default=0.0)
+    start = min((span.start for span in shown), default=0.0)
+    if seconds is not None:
+        start = max(start, end - seconds)
+        shown = [span for span in shown if span.end > start]
+    lanes = sorted({span.lane for span in shown}, key=lambda lane: (lane.startswith("row "), lane))
+    figure = Figure(figsize=(14, 1.2 + 0.6 * max(len(lanes), 1)))
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for height, lane in enumerate(lanes):
+        for name in dict.fromkeys([*_COLOURS, *(span.name for span in shown)]):
+            axes.broken_barh(
+                [(its.start - start, its.end - its.start) for its in shown
+                 if (its.lane, its.name) == (lane, name)],
+                (height - 0.4, _HEIGHTS.get(name, 0.8)),
+                facecolors=_COLOURS.get(name, "#999999"), edgecolors="white", linewidth=0.3,
+            )  # fmt: skip
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(end - start, 1e-9))
+    axes.set_xlabel("seconds")
+    names = [name for name in _COLOURS if any(span.name == name for span in shown)]
+    axes.legend(
+        handles=[Patch(color=_COLOURS[name], label=name) for name in names],
+        loc="upper center", bbox_to_anchor=(0.5, -0.35), ncol=8, fontsize="small", frameon=False,
+    )  # fmt: skip
+    figure.savefig(path, dpi=150, bbox_inches="tight")
