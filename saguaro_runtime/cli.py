@@ -14,10 +14,11 @@ import runpy
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, NoReturn
 
-from saguaro_kernels.errors import ConfigError, SaguaroError
+# Nothing here imports torch: saguaro_kernels is imported where an error is raised or recognised.
 
 
 class Command(NamedTuple):
@@ -30,6 +31,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "demo": Command("saguaro_runtime.demo", "compare AR, SD and SSD on a small real pair"),
     "generate": Command("saguaro_runtime.cli_generate", "generate with any two models"),
+    "chat": Command("saguaro_runtime.chat", "talk to a model in the terminal"),
     "plan": Command("saguaro_runtime.planner.cli", "which K, branches and fallback, and how fast"),
     "doctor": Command("saguaro_runtime.doctor", "what this machine has and what would be used"),
 }
@@ -54,12 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nsaguaro: interrupted", file=sys.stderr)
         return 130
-    except SaguaroError as error:
-        print(f"saguaro: {error}", file=sys.stderr)
-        return 1
     except BrokenPipeError:
         # The reader is gone (| head). Python flushes stdout once more at exit: let that succeed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        from saguaro_kernels.errors import SaguaroError
+
+        if not isinstance(error, SaguaroError):
+            raise
+        print(f"saguaro: {error}", file=sys.stderr)
         return 1
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -108,10 +114,53 @@ def _bench(argv: Sequence[str]) -> int:
             sys.argv = [f"saguaro {name}", *argv]
             runpy.run_module(name, run_name="__main__", alter_sys=True)
             return 0
+    from saguaro_kernels.errors import ConfigError
+
     raise ConfigError('bench: not installed; run: pip install "saguaro-ssd[bench]"')
 
 
+def check_model(option: str, name: str) -> str:
+    """`name` itself if it may be a model; a hub's name is not asked for here.
+
+    Raises:
+        ConfigError: it is written as a path and nothing that could be loaded is there.
+    """
+    path = Path(name).expanduser()
+    is_path = name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
+    if path.is_dir():
+        missing = "" if (path / "config.json").is_file() else "has no config.json"
+    elif path.exists():
+        missing = "is a file"
+    else:
+        missing = "does not exist" if is_path else ""
+    if missing:
+        from saguaro_kernels.errors import ConfigError
+
+        raise ConfigError(f"{option} {name}: {missing}; want a folder of a transformers model")
+    return str(path) if path.is_dir() else name
+
+
 # Options that several commands share.
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Which models, and whether the draft is used."""
+    parser.add_argument("--target", required=True, metavar="PATH", help="folder or hub name")
+    parser.add_argument("--draft", metavar="PATH", help="same vocabulary; not needed for ar")
+    parser.add_argument("--method", choices=("ar", "sd", "ssd"), default="ssd")
+
+
+def check_models(args: argparse.Namespace) -> None:
+    """Raise ConfigError where a model is missing; afterwards both are names that can be loaded."""
+    if args.draft is None and args.method != "ar":
+        from saguaro_kernels.errors import ConfigError
+
+        raise ConfigError(
+            f"--method {args.method}: needs --draft PATH; without one use --method ar"
+        )
+    args.target = check_model("--target", args.target)
+    if args.draft is not None:
+        args.draft = check_model("--draft", args.draft)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
@@ -133,3 +182,10 @@ def add_engine_options(parser: argparse.ArgumentParser, *, k: int, branches: int
     group.add_argument(
         "--branches", type=int, default=branches, help=f"outcomes prepared per round ({branches})"
     )
+
+
+if __name__ == "__main__":
+    # As the module that the commands import, not a second copy of it.
+    from saguaro_runtime.cli import main as _main
+
+    raise SystemExit(_main())

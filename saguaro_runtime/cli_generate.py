@@ -6,9 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from saguaro_kernels.errors import ConfigError
-
-from .cli import add_engine_options, add_sampling_options
+from .cli import add_engine_options, add_model_options, add_sampling_options, check_models
 
 EXAMPLES = """\
   saguaro generate --target ./llama-8b --draft ./llama-1b --prompt "Why is the sky blue?"
@@ -19,13 +17,11 @@ EXAMPLES = """\
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", required=True, metavar="PATH", help="folder or hub name")
-    parser.add_argument("--draft", metavar="PATH", help="same vocabulary; not needed for ar")
+    add_model_options(parser)
     parser.add_argument(
         "--prompt", action="append", required=True, metavar="TEXT", help="repeatable; - reads stdin"
     )
     parser.add_argument("--raw", action="store_true", help="no chat template around the prompt")
-    parser.add_argument("--method", choices=("ar", "sd", "ssd"), default="ssd")
     parser.add_argument(
         "--stats", action="store_true", help="print what the rounds did, at the end"
     )
@@ -34,10 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.draft is None and args.method != "ar":
-        raise ConfigError(
-            f"--method {args.method}: needs --draft PATH; without one use --method ar"
-        )
+    check_models(args)
     print(f"loading {args.target}", file=sys.stderr, flush=True)
     from saguaro_runtime import Engine, EngineConfig, SamplingParams
 

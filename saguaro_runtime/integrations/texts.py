@@ -27,6 +27,16 @@ from ..round import Admission, Turn
 _ROOM = 512
 """Slots given to a text beyond its length; when they are used up it is prefilled anew."""
 
+_OURS: dict[str, Any] = {
+    # Their dice decide the extra token: a prediction from ours would predict nothing.
+    "rule": "token",
+    "ranking": "probability",
+    # Their loop waits for an answer and takes it for drawn from the draft's own rows.
+    "fallback": "batched_retry",
+    "proposal": "none",
+    "downweight": 1.0,
+}
+
 
 @dataclass
 class _Known:
@@ -47,7 +57,8 @@ class TextDrafter:
         draft: a loaded transformers model, a folder, or a Model.
         vocab_size: the target's; a chain has no ids beyond it.
         target: the target itself, whose embedding a draft's folder may borrow. None: it may not.
-        config: see EngineConfig: `max_batch` texts are kept, of `max_tokens` slots together.
+        config: see EngineConfig: `max_batch` texts are kept, of `max_tokens` slots together. What
+            rests on our own verification is set aside: rule, ranking, fallback, downweight.
         max_length: most tokens a text may have.
         params: how chains are sampled.
     """

@@ -93,6 +93,37 @@ def test_failure_is_1_with_the_reason_and_no_traceback(
     assert "Traceback" not in error
 
 
+def test_help_imports_no_torch() -> None:
+    code = (
+        "import sys, saguaro_runtime.cli as c\n"
+        "for name in ('', 'chat ', 'generate '):\n"
+        "    try: c.main((name + '--help').split())\n"
+        "    except SystemExit as end: assert end.code == 0\n"
+        "assert not {'torch', 'triton', 'transformers', 'fastapi'} & set(sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("found", ["nothing", "a file", "an empty folder"])
+def test_a_missing_model_is_named_before_anything_is_loaded(
+    found: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "model"
+    if found == "a file":
+        path.write_text("")
+    elif found == "an empty folder":
+        path.mkdir()
+    assert cli.main(["generate", "--target", str(path), "--method", "ar", "--prompt", "x"]) == 1
+    error = capsys.readouterr().err
+    reason = {"nothing": "does not exist", "a file": "is a file"}.get(found, "config.json")
+    assert error.startswith(f"saguaro: --target {path}: ") and reason in error
+    assert "loading" not in error and "hub" not in error.replace(str(path), "")
+    assert cli.check_model("--target", "org/name") == "org/name"  # a hub's name is not looked up
+    with pytest.raises(ConfigError, match="--draft ./missing"):
+        cli.check_model("--draft", "./missing")
+
+
 def test_speculation_without_a_draft_is_refused(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,6 +225,12 @@ def _group_lives(group: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def test_the_module_is_a_command(env: dict[str, str]) -> None:
+    line = [sys.executable, "-m", "saguaro_runtime.cli", "--version"]
+    run = subprocess.run(line, env=env, capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0 and run.stdout == f"saguaro {cli.version()}\n", run.stderr
 
 
 def test_reader_that_goes_away_gets_no_traceback(env: dict[str, str]) -> None:

@@ -1,0 +1,185 @@
+"""`saguaro chat`: a conversation in the terminal, with a line of live speed figures."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TextIO
+
+from .cli import add_engine_options, add_model_options, add_sampling_options, check_models
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .requests import Request
+
+EXAMPLES = """\
+  saguaro chat --target ./llama-8b --draft ./llama-1b
+  saguaro chat --target ./llama-8b --draft ./llama-1b --temperature 0.7 --system "Be brief."
+  saguaro chat --target ./llama-8b --method ar      plain decoding
+"""
+HELP = "/reset begins anew, /stats shows counts, /exit or Ctrl-D ends; Ctrl-C stops an answer"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_options(parser)
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
+    add_sampling_options(parser, max_new_tokens=512)
+    add_engine_options(parser, k=4, branches=20)
+
+
+def run(args: argparse.Namespace) -> int:
+    check_models(args)
+    print(f"loading {args.target}", file=sys.stderr, flush=True)
+    from saguaro_runtime import Engine, EngineConfig
+
+    config = EngineConfig(
+        method=args.method,
+        rule=args.rule,
+        ranking=args.ranking,
+        k=args.k,
+        branches=args.branches,
+        max_batch=1,
+    )
+    with Engine(args.target, args.draft, config) as engine, StatusLine(sys.stderr) as status:
+        print(HELP, file=sys.stderr, flush=True)
+        Conversation(engine, args, status).hold()
+    return 0
+
+
+class Conversation:
+    """Questions from stdin, answers to stdout; everything else goes to stderr."""
+
+    def __init__(self, engine: Engine, args: argparse.Namespace, status: StatusLine) -> None:
+        self.engine, self.args, self.status = engine, args, status
+        self.turns = 0
+        self.reset()
+
+    def reset(self) -> None:
+        system = self.args.system
+        self.messages = [{"role": "system", "content": system}] if system else []
+
+    def hold(self) -> None:
+        """Until the end of input."""
+        while True:
+            try:
+                question = input("> " if sys.stdin.isatty() else "").strip()
+            except (EOFError, KeyboardInterrupt):
+                print(file=sys.stderr)
+                return
+            if question == "/exit":
+                return
+            if question == "/reset":
+                self.reset()
+            elif question == "/stats":
+                for key, value in self.engine.stats().items():
+                    print(f"{key}: {value}", file=sys.stderr)
+            elif question.startswith("/"):
+                print(HELP, file=sys.stderr)
+            elif question:
+                self.answer(question)
+
+    def answer(self, question: str) -> None:
+        """Stream the answer; what came of it before Ctrl-C stays in the conversation."""
+        from saguaro_runtime import ConfigError, SamplingParams
+
+        self.messages.append({"role": "user", "content": question})
+        args = self.args
+        params = SamplingParams(args.max_new_tokens, args.temperature, seed=args.seed + self.turns)
+        self.turns += 1
+        try:
+            request = self.engine.add(encode(self.engine.tokenizer, self.messages), params)
+        except ConfigError as error:
+            self.messages.pop()
+            print(f"{error}; /reset begins anew", file=sys.stderr)
+            return
+        start, text = time.monotonic(), ""
+        try:
+            while request.finish_reason is None:
+                self.engine.step()
+                text += _show(request.take_text())
+                self.status.show(figures(request, time.monotonic() - start))
+        except KeyboardInterrupt:
+            self.engine.cancel(request)
+        text += _show(request.take_text())
+        print(flush=True)
+        if request.error:
+            print(f"the answer broke off: {request.error}", file=sys.stderr)
+        self.status.keep(figures(request, time.monotonic() - start))
+        self.messages.append({"role": "assistant", "content": text})
+
+
+def encode(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+    """The conversation's ids by the tokenizer's template, or as a plain dialogue without one."""
+    if getattr(tokenizer, "chat_template", None):
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return list(tokenizer(text, add_special_tokens=False).input_ids)
+    lines = [f"{message['role'].capitalize()}: {message['content']}" for message in messages]
+    return list(tokenizer("\n".join([*lines, "Assistant:"])).input_ids)
+
+
+def figures(request: Request, seconds: float) -> str:
+    """How fast an answer comes, and how much of it was foreseen."""
+    summary = request.counts.summary()
+    asked = summary["hits"] + summary["misses"]
+    parts = [
+        f"{summary['tokens']} tokens",
+        f"{summary['tokens'] / max(seconds, 1e-9):.1f} tokens/s",
+        f"{summary['tokens_per_round']:.2f} per round",
+    ]
+    if asked:
+        parts.append(f"hit rate {summary['hit_rate']:.2f}")
+    return ", ".join(parts)
+
+
+class StatusLine:
+    """The terminal's last line, which text above it scrolls past. Elsewhere only what is kept."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.rows = 0
+        if stream.isatty():
+            self.rows = os.get_terminal_size(stream.fileno()).lines
+        if self.rows > 2:
+            # Scroll once, so that the cursor is above the line, and keep text out of it.
+            self._write(f"\n\x1b[1;{self.rows - 1}r\x1b[{self.rows - 1};1H")
+
+    def show(self, text: str) -> None:
+        """Put `text` on the line."""
+        if self.rows > 2:
+            self._write(f"\x1b7\x1b[{self.rows};1H\x1b[2K\x1b[2m{text}\x1b[0m\x1b8")
+
+    def keep(self, text: str) -> None:
+        """Put `text` where it stays."""
+        if self.rows > 2:
+            self.show(text)
+        else:
+            self._write(f"[{text}]\n")
+
+    def close(self) -> None:
+        """Give the line back to the terminal."""
+        if self.rows > 2:
+            self._write(f"\x1b7\x1b[r\x1b[{self.rows};1H\x1b[2K\x1b8")
+
+    def __enter__(self) -> StatusLine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _write(self, text: str) -> None:
+        self.stream.write(text)
+        self.stream.flush()
+
+
+def _show(text: str) -> str:
+    if text:
+        print(text, end="", flush=True)
+    return text
