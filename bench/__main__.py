@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -84,4 +85,6 @@ def _has_gpu() -> bool:
 
 
 if __name__ == "__main__":
+    # A reader that goes away (| head) ends it without a word, as it ends any other program.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main(sys.argv[1:]))
