@@ -1,0 +1,125 @@
+"""What a distillation is asked to do, and the files of one that has begun."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from saguaro_kernels.errors import ConfigError
+
+DTYPES = ("auto", "bfloat16", "float32")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Options of a distillation.
+
+    Args:
+        layers: which of the target's layers the draft begins as, or how many, half of them its
+            first and half its last.
+        minutes: time for sampling and training together; measured at the start, it fixes how many
+            texts are sampled and how many steps are trained. The report takes a little more.
+        texts: as many texts instead, whatever the time: the same draft on every run.
+        prompts: a file, see `read_prompts`; None: the target makes up its questions.
+        seed: of everything random.
+        dtype: of the products; "auto" is what this processor multiplies faster, bfloat16 on a GPU.
+        device: "auto" is a GPU where there is one.
+        max_new_tokens: longest answer.
+        learning_rate: its peak; None: 0.6 / the hidden size.
+
+    Raises:
+        ConfigError: a value is outside its range.
+    """
+
+    layers: int | tuple[int, ...] = 4
+    minutes: float = 10.0
+    texts: int | None = None
+    prompts: str | None = None
+    seed: int = 0
+    dtype: str = "auto"
+    device: str = "auto"
+    max_new_tokens: int = 160
+    learning_rate: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in (("dtype", DTYPES), ("device", DEVICES)):
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name}: got {getattr(self, name)!r}, want one of {choices}")
+        for name in ("minutes", "texts", "max_new_tokens", "learning_rate"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name}: got {value}, want more than 0")
+
+
+class Work:
+    """The folder of a distillation: `out` itself, and what it needs until it is done in `.distill`.
+
+    settings.json and plan.json say what it does, chunk-*.safetensors are texts, student is the
+    draft it begins with and checkpoint.pt the training so far.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.out, self.folder = out, out / ".distill"
+        self.report = out / "distill.json"
+        self.settings, self.plan = self.folder / "settings.json", self.folder / "plan.json"
+        self.student, self.checkpoint = self.folder / "student", self.folder / "checkpoint.pt"
+
+    def chunk(self, number: int) -> Path:
+        return self.folder / f"chunk-{number:05d}.safetensors"
+
+    def stored(self) -> dict[str, Any]:
+        """The settings it was begun with, and its target; {} where nothing was begun."""
+        for file in (self.settings, self.report):
+            if file.is_file():
+                settings: dict[str, Any] = read_json(file)["settings"]
+                if isinstance(settings["layers"], list):
+                    settings["layers"] = tuple(settings["layers"])
+                return settings
+        return {}
+
+    def begin(self, target: str, settings: Settings, *, resume: bool) -> None:
+        """Make the folder, or see that what is there is to be resumed with the same settings.
+
+        Raises:
+            ConfigError: it is not, or it holds something else.
+        """
+        wanted = {"target": target} | dataclasses.asdict(settings)
+        if stored := self.stored():
+            if not resume:
+                raise ConfigError(
+                    f"out: {self.out} holds a distillation already; resume it with --resume, or "
+                    "choose another folder"
+                )
+            differing = [name for name, value in wanted.items() if stored.get(name) != value]
+            if differing:
+                name = differing[0]
+                raise ConfigError(
+                    f"{name}: got {wanted[name]!r}, but {self.out} was begun with {stored[name]!r}"
+                )
+            return
+        if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
+            raise ConfigError(f"out: {self.out} is not an empty folder, and none of a distillation")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.settings, {"settings": wanted})
+
+    def end(self, report: dict[str, Any]) -> None:
+        """Keep the report and drop what led to it."""
+        write_json(self.report, {"settings": self.stored()} | report)
+        shutil.rmtree(self.folder)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a file that exists only when it is complete."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    part.replace(path)
