@@ -7,12 +7,14 @@ import sys
 from typing import Any
 
 from .cli import add_engine_options, add_model_options, add_sampling_options, check_models
+from .plot import check_pictures, write_pictures
 
 EXAMPLES = """\
   saguaro generate --target ./llama-8b --draft ./llama-1b --prompt "Why is the sky blue?"
   saguaro generate --target ./llama-8b --draft ./llama-1b --raw --prompt "def fib(n):" --stats
   cat question.txt | saguaro generate --target ./llama-8b --draft ./llama-1b --prompt -
   saguaro generate --target ./llama-8b --method ar --prompt "Hello"      plain decoding
+  saguaro generate --target ./llama-8b --draft ./llama-1b --prompt "Hello" --plot rounds.png
 """
 
 
@@ -25,12 +27,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stats", action="store_true", help="print what the rounds did, at the end"
     )
+    parser.add_argument(
+        "--timeline", metavar="JSON", help="write who did what when, for chrome://tracing, Perfetto"
+    )
+    parser.add_argument("--plot", metavar="PNG", help="draw it: lanes over time, hits and misses")
     add_sampling_options(parser, max_new_tokens=128)
     add_engine_options(parser, k=4, branches=20)
 
 
 def run(args: argparse.Namespace) -> int:
     check_models(args)
+    pictures = {"timeline": args.timeline, "plot": args.plot}
+    check_pictures(**pictures)
     print(f"loading {args.target}", file=sys.stderr, flush=True)
     from saguaro_runtime import Engine, EngineConfig, SamplingParams
 
@@ -51,8 +59,10 @@ def run(args: argparse.Namespace) -> int:
             for piece in engine.stream(ids, params):
                 print(piece, end="", flush=True)
             print(flush=True)
+        stats = engine.stats()
         if args.stats:
-            print(_summary(engine.stats()), file=sys.stderr)
+            print(_summary(stats), file=sys.stderr)
+        write_pictures(engine.spans, **pictures)
     return 0
 
 

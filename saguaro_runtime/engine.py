@@ -22,12 +22,12 @@ from saguaro_kernels.errors import ConfigError
 from .background import Background
 from .build import build_lane, build_target, share_cores
 from .config import EngineConfig
-from .metrics import Counts, Served, Span, SpanLog, Timeline, overlap
+from .metrics import Span, Timeline
 from .params import SamplingParams
-from .prometheus import prometheus_text
 from .requests import Output, Prompt, Request
 from .round import ChainStore
 from .scheduler import Scheduler
+from .stats import Stats
 from .verifier import Verifier
 
 _GREEDY = SamplingParams()
@@ -70,13 +70,12 @@ class Engine:
             self.model, rule=config.rule, impl=config.impl, timeline=self.timeline
         )
         self.scheduler = Scheduler(config, built)
-        self._log = SpanLog()
+        self._stats = Stats(self.scheduler, self.lane, self.timeline)
         self._undrafted = ChainStore((config.max_batch,), 0, 1, torch.float32)
         self._held: set[int] = set()
         self._cancelled: deque[Request] = deque()
         self._lock = threading.Lock()
         self._background = Background()
-        self._busy_s = 0.0
 
     def add(self, prompt: Prompt, params: SamplingParams = _GREEDY) -> Request:
         """Queue a request; it joins when a row and its key-value slots are free.
@@ -93,7 +92,7 @@ class Engine:
             with self._lock, torch.no_grad():
                 start = time.monotonic()
                 finished = self._round()
-                self._busy_s += time.monotonic() - start
+                self._stats.busy_s += time.monotonic() - start
                 return finished
         finally:
             self._settle()
@@ -192,60 +191,22 @@ class Engine:
     @property
     def spans(self) -> deque[Span]:
         """The latest pieces of work of all lanes, up to the last call of stats()."""
-        return self._log.spans
-
-    def reset_stats(self) -> None:
-        """Forget counts and times so far, after a warm-up say; running requests keep theirs."""
-        with self._lock:
-            self._collect()
-            self._log = SpanLog()
-            self.scheduler.counts, self.scheduler.served = Counts(), Served()
-            self._busy_s = 0.0
+        return self._stats.log.spans
 
     def stats(self) -> dict[str, Any]:
         """Counts and times since the engine began, see docs/operations.md."""
         with self._lock:
-            self._collect()
-            counts, mean_ms = self.scheduler.counts, self._log.mean_ms
-            return (
-                counts.summary()
-                | self.scheduler.load()
-                | {
-                    "ended": dict(self.scheduler.served.reasons),
-                    "tokens_per_s": counts.tokens / self._busy_s if self._busy_s else 0.0,
-                    "seconds": self._busy_s,
-                    "overlap": overlap(self._log.spans, "look_ahead", "verify"),
-                    "t_verify_ms": mean_ms("verify"),
-                    "t_draft_step_ms": mean_ms("tree_step") or mean_ms("draft_step"),
-                    "t_redraft_step_ms": mean_ms("draft_step"),
-                    "t_look_ahead_ms": mean_ms("look_ahead"),
-                    "t_sample_ms": mean_ms("sample"),
-                    "speculation": "off" if self.lane is None else self.lane.status,
-                    "draft_faults": [] if self.lane is None else list(self.lane.faults),
-                }
-            )
+            return self._stats.summary()
 
     def prometheus(self) -> str:
-        """The numbers of stats() and more, in Prometheus' text format."""
+        """The numbers of stats() and more in Prometheus' text format."""
         with self._lock:
-            self._collect()
-            lane, load = self.lane, self.scheduler.load()
-            gauges = {
-                "running": ("Requests that decode.", load["running"]),
-                "waiting": ("Requests that wait for a row or slots.", load["waiting"]),
-                "slots": ("Key-value slots of all requests.", self.config.max_tokens),
-                "slots_used": ("Those given to requests.", load["slots_used"]),
-                "speculation": (
-                    "1 where a draft is at work.",
-                    lane is not None and lane.status == "on",
-                ),
-                "draft_faults": ("Failures of the draft.", len(lane.faults) if lane else 0),
-                "busy_seconds": ("Time spent in rounds.", self._busy_s),
-            }
-            return prometheus_text(self.scheduler.counts, self.scheduler.served, self._log, gauges)
+            return self._stats.prometheus()
 
-    def _collect(self) -> None:
-        self._log.extend(self.timeline.drain() + (self.lane.spans() if self.lane else []))
+    def reset_stats(self) -> None:
+        """Forget counts and times so far, after a warm-up say; running requests keep theirs."""
+        with self._lock:
+            self._stats.reset()
 
     def close(self) -> None:
         """End the drafter and give back what the engine changed. Safe to call twice."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from saguaro_kernels.errors import UnsupportedError
+from saguaro_kernels.errors import ConfigError, UnsupportedError
 
-from .metrics import Span
+from .metrics import Span, trace_events
 
 _COLOURS = {
     "hit": "#2e9e4f", "miss": "#d1495b", "late": "#7a1f2b", "first": "#bbbbbb", "asked": "#8fb8de",
@@ -25,14 +25,11 @@ def plot_timeline(spans: Iterable[Span], path: str | Path, *, seconds: float | N
     Raises:
         UnsupportedError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise UnsupportedError(
-            'plot: matplotlib is missing; run: pip install "saguaro-ssd[bench]"'
-        ) from error
+    _require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
     shown = sorted(spans)
     end = max((span.end for span in shown), default=0.0)
     start = min((span.start for span in shown), default=0.0)
@@ -61,3 +58,34 @@ def plot_timeline(spans: Iterable[Span], path: str | Path, *, seconds: float | N
         loc="upper center", bbox_to_anchor=(0.5, -0.35), ncol=8, fontsize="small", frameon=False,
     )  # fmt: skip
     figure.savefig(path, dpi=150, bbox_inches="tight")
+
+
+def check_pictures(*, timeline: str | None, plot: str | None) -> None:
+    """Raise before any work if these files could not be written after it.
+
+    Raises:
+        ConfigError: their folder does not exist. UnsupportedError: matplotlib is not installed.
+    """
+    for name, path in (("timeline", timeline), ("plot", plot)):
+        if path and not Path(path).parent.is_dir():
+            raise ConfigError(f"{name}: there is no folder {str(Path(path).parent)!r}")
+    if plot:
+        _require_matplotlib()
+
+
+def write_pictures(spans: Iterable[Span], *, timeline: str | None, plot: str | None) -> None:
+    """`timeline`: JSON for chrome://tracing or Perfetto; `plot`: a picture."""
+    spans = list(spans)
+    if timeline:
+        Path(timeline).write_text(trace_events(spans))
+    if plot:
+        plot_timeline(spans, plot)
+
+
+def _require_matplotlib() -> None:
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedError(
+            'plot: matplotlib is missing; run: pip install "saguaro-ssd[bench]"'
+        ) from error

@@ -106,6 +106,7 @@ class Scheduler:
         return {
             "running": len(self._running),
             "waiting": len(self._waiting),
+            "slots": self.config.max_tokens,
             "slots_used": self.config.max_tokens - self._free_slots,
         }
 
