@@ -7,7 +7,6 @@ import sys
 from typing import Any
 
 from .cli import add_engine_options, add_model_options, add_sampling_options, check_models
-from .plot import check_pictures, write_pictures
 
 EXAMPLES = """\
   saguaro generate --target ./llama-8b --draft ./llama-1b --prompt "Why is the sky blue?"
@@ -36,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from .plot import check_pictures, write_pictures
+
     check_models(args)
     pictures = {"timeline": args.timeline, "plot": args.plot}
     check_pictures(**pictures)
