@@ -69,5 +69,5 @@ def check_tensor(
         raise DTypeError(f"{name}: got {tensor.dtype}, want {names}; convert with .to()")
     if device is not None and tensor.device != device:
         raise DeviceError(f"{name}: got a tensor on {tensor.device}, want {device}")
-    if contiguous_last and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if contiguous_last and tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and tensor.numel() > 0:
         raise ShapeError(f"{name}: the last dimension must be contiguous; call .contiguous()")

@@ -475,6 +475,9 @@ def test_arguments_are_checked(device):
         row_stats(logits.long(), Sampling(ones))
     with pytest.raises(ShapeError, match="bias"):
         row_stats(logits, Sampling(ones), bias=logits[:, :4])
+    # What holds nothing has no layout.
+    nothing = logits.as_strided((0, 8), (1, 2))
+    assert row_stats(nothing, Sampling(ones[:0])).lse.shape == (0,)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
