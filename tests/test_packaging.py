@@ -77,7 +77,14 @@ def test_data_and_markers_are_in_the_wheel(wheel: zipfile.ZipFile) -> None:
 def test_requirements_stay_light(wheel: zipfile.ZipFile) -> None:
     found = Parser().parsestr(metadata(wheel, "METADATA"))
     assert (found["Name"], found["Requires-Python"]) == ("saguaro-ssd", ">=3.10")
-    assert set(found.get_all("Provides-Extra")) == {"demo", "test", "bench", "flash", "dev"}
+    assert set(found.get_all("Provides-Extra")) == {
+        "demo",
+        "test",
+        "bench",
+        "serve",
+        "flash",
+        "dev",
+    }
     core = [line for line in found.get_all("Requires-Dist") if "extra ==" not in line]
     names = {line.split(";")[0].strip("()<>=.,0123456789 ") for line in core}
     assert names == {"torch", "triton", "transformers", "safetensors"}

@@ -30,10 +30,15 @@ _REPLACED = {
 
 
 def register() -> None:
-    """Entry point of `sglang.srt.plugins`: adds the algorithm SAGUARO to SGLang's registry."""
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-    from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
+    """Entry point of `sglang.srt.plugins`: adds the algorithm SAGUARO to SGLang's registry.
 
+    Versions without a registry know no SAGUARO; nothing else of them is touched.
+    """
+    try:
+        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+        from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
+    except ImportError:
+        return
     if get_spec(ALGORITHM) is not None:
         return
     standalone = SpeculativeAlgorithm.STANDALONE

@@ -96,7 +96,7 @@ def test_failure_is_1_with_the_reason_and_no_traceback(
 def test_help_imports_no_torch() -> None:
     code = (
         "import sys, saguaro_runtime.cli as c\n"
-        "for name in ('', 'chat ', 'generate '):\n"
+        "for name in ('', 'chat ', 'serve ', 'generate '):\n"
         "    try: c.main((name + '--help').split())\n"
         "    except SystemExit as end: assert end.code == 0\n"
         "assert not {'torch', 'triton', 'transformers', 'fastapi'} & set(sys.modules)"

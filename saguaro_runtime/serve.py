@@ -1,0 +1,102 @@
+"""`saguaro serve`: an OpenAI-compatible server over one engine. Needs the extra [serve]."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import sys
+from pathlib import Path
+
+from .cli import add_engine_options, add_model_options, check_models
+
+EXAMPLES = """\
+  saguaro serve --target ./llama-8b --draft ./llama-1b
+  saguaro serve --target ./llama-8b --draft ./llama-1b --port 8001 --max-batch 16
+  saguaro serve --target ./llama-8b --draft ./llama-1b --host 0.0.0.0 --api-key @key.txt
+  curl http://127.0.0.1:8000/v1/completions -H "Content-Type: application/json" \\
+      -d '{"prompt": "Once upon a time", "max_tokens": 32, "stream": true}'
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_options(parser)
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    group.add_argument("--port", type=int, default=8000, help="0 takes a free one (%(default)s)")
+    group.add_argument("--name", metavar="NAME", help="of the model; default: the target's")
+    group.add_argument(
+        "--api-key", metavar="KEY", help="asked of every caller; @FILE reads it from a file"
+    )
+    group.add_argument("--max-batch", type=int, default=8, help="requests decoded at once")
+    group.add_argument("--max-tokens", type=int, default=16384, help="key-value slots together")
+    group.add_argument("--max-requests", type=int, default=256, help="most at once, waiting or not")
+    group.add_argument(
+        "--reproducible",
+        action="store_true",
+        help="the text of a seed is the same alone and in a batch",
+    )
+    add_engine_options(parser, k=4, branches=20)
+
+
+def run(args: argparse.Namespace) -> int:
+    check_models(args)
+    api_key = read_key(args.api_key)
+    try:
+        import uvicorn
+
+        from .serve_app import create_app
+        from .serve_guard import Limits
+    except ModuleNotFoundError as error:
+        from saguaro_kernels.errors import ConfigError
+
+        raise ConfigError(
+            f'serve: {error.name} is not installed; run: pip install "saguaro-ssd[serve]"'
+        ) from error
+    print(f"loading {args.target}", file=sys.stderr, flush=True)
+    from .config import EngineConfig
+    from .engine import Engine
+
+    config = EngineConfig(
+        method=args.method,
+        rule=args.rule,
+        ranking=args.ranking,
+        k=args.k,
+        branches=args.branches,
+        max_batch=args.max_batch,
+        max_tokens=args.max_tokens,
+        reproducible=args.reproducible,
+    )
+    name = args.name or Path(args.target).name
+    with Engine(args.target, args.draft, config) as engine:
+        app = create_app(engine, name, Limits(args.max_requests, api_key=api_key))
+        if api_key is None and not is_loopback(args.host):
+            print(f"{args.host}: anyone who reaches it may ask; see --api-key", file=sys.stderr)
+        server = uvicorn.Server(
+            uvicorn.Config(app, host=args.host, port=args.port, log_level="warning")
+        )
+        sockets = [server.config.bind_socket()]
+        host, port = sockets[0].getsockname()[:2]
+        print(f"serving {name} at http://{host}:{port}/v1", file=sys.stderr, flush=True)
+        server.run(sockets)
+    return 0
+
+
+def read_key(given: str | None) -> str | None:
+    """The key itself, or the first line of the file after an @."""
+    if given is None or not given.startswith("@"):
+        return given
+    path = Path(given[1:])
+    if not path.is_file() or not path.read_text().strip():
+        from saguaro_kernels.errors import ConfigError
+
+        raise ConfigError(f"--api-key {given}: want a file with the key")
+    return path.read_text().split()[0]
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
