@@ -5,13 +5,14 @@ python -m bench verify.token              launches, bytes against the bound, syn
 python -m bench all --quick --json out.json
 python -m bench saguaro_sample --shapes 'R=4,V=32000,T=1.0,F=8' --dtype float16
 python -m bench verify.block --base main~3
-python -m bench traffic                   verification beside the peers' published traffic
+python -m bench traffic                   the vocabulary kernels' traffic, and the peers' beside it
 
 Whole runs, each with options of its own (--help):
 
 compile     registers, spills and load widths for four targets
 tune        the launch-config table: what is in use; tune OP times the alternatives on a GPU
 paper       the paper's rates beside the planner's
+scripted    the engine on models whose times and laws are known, beside what they predict
 equality    every method's text against the target's own
 end_to_end  tokens per second of every method on the demo's pair
 readme      the README's tables, from bench/results; --check: are they current?
@@ -68,7 +69,8 @@ def main(arguments: Sequence[str]) -> int:
         from . import run
 
         return run.system(case, arguments[1:])
-    peers = ["verify", "--no-gate", "--providers", "ours"] if name == "traffic" else []
+    ops = "verify,saguaro_sample,row_stats"
+    peers = [ops, "--no-gate", "--providers", "ours"] if name == "traffic" else []
     options = parser().parse_args([*peers, *arguments[1:]] if peers else arguments)
     from . import run
 

@@ -44,6 +44,13 @@ SYSTEM: dict[str, System] = {
         ),
         System("paper", "the paper's rates beside the planner's", quick=(), full=()),
         System(
+            "scripted",
+            "the engine on models whose times and laws are known, beside what they predict",
+            quick=("--quick",),
+            full=(),
+            gate=_SAME_TEXTS,
+        ),
+        System(
             "equality",
             "every method's text against the target's own, in float32",
             quick=("--prompts", "2", "--tokens", "12"),

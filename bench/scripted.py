@@ -1,0 +1,315 @@
+"""The engine on models whose times and laws are known: `python -m bench scripted`.
+
+    paper    delays, K, fan-out, acceptance, hit rate as published: SSD over SD beside the paper's
+    ranking  what it gains to rank outcomes with the noise that will be drawn (T = 1, one request)
+    waiting  what it gains, with 8 requests, that a missed row goes on undrafted and nobody waits
+
+Models sleep for the time that they stand for, in two processes, so that this measures the engine:
+its order of work, its overlap and what it adds of its own. Beside each ratio stands what theory
+makes of the same run's hit rates. Exit code: 1 if a ratio is not where it should be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from saguaro_kernels.errors import SaguaroError
+from saguaro_runtime import Engine, EngineConfig, SamplingParams
+from saguaro_runtime.models.scripted import ScriptedModel
+from saguaro_runtime.planner import fast_rate, published, ssd_vs_sd, theorem7
+
+from . import report
+from .scripted_pairs import START, greedy_laws, places_for, sampled_laws
+
+WITHIN = 0.10
+"""Of the paper's ratio, and of Theorem 7's."""
+POINTS = 0.05
+"""Gains of a policy against the predicted ones."""
+SIMULATED = {"ranking": (0.07, 0.33), "waiting": (0.10, 0.62)}
+"""Where simulations of whole loops on many synthetic pairs put the two gains: ranking at T = 1 over
+acceptances of .70 to .85 (16 % in the mean); waiting between batch 4 and 32 at K T_D = .75, where
+it costs 10 to 38 % of what going on yields."""
+K, BRANCHES, STEP = 5, 16, 0.15
+"""Of ranking and waiting; a step takes .15 T_V: K of them .75, and all K + 1 fit in T_V."""
+BATCH = 8
+WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class Delays:
+    """Seconds of a target forward, and of a draft step over one row and over all branches."""
+
+    verify_s: float
+    step_s: float
+    tree_s: float
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What so many rounds of an engine came to."""
+
+    tokens_per_s: float
+    """Of all requests together."""
+    stats: dict[str, Any]
+    rounds: list[list[Any]]
+    """Of each request."""
+    spans: list[Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One ratio: what it is of, measured, predicted from the same run, published, and whether it
+    is where it should be."""
+
+    case: str
+    ratio: str
+    measured: float
+    predicted: float
+    published: float | None
+    hit_rates: tuple[float, ...]
+    tokens_per_round: float
+    ok: bool
+
+
+def run(
+    laws: Sequence[Any],
+    delays: Delays,
+    count: int,
+    *,
+    temperature: float = 0.0,
+    batch: int = 1,
+    lane: str = "process",
+    **options: Any,
+) -> Ran:
+    """`count` rounds of `batch` requests, after a warm-up."""
+    config = EngineConfig(
+        max_batch=batch, threads=1, impl="reference", lane=lane, max_tokens=1 << 16, **options
+    )
+    sizes = {"rows": batch, "slots": 2048}
+    target = ScriptedModel(laws[0], extend_s=delays.verify_s, **sizes)
+    draft = ScriptedModel(laws[1], extend_s=delays.step_s, tree_s=delays.tree_s, **sizes)
+    with Engine(target, draft, config) as engine:
+        requests = [
+            engine.add(list(START), SamplingParams(1500, temperature, seed=seed, ignore_eos=True))
+            for seed in range(batch)
+        ]
+        for _ in range(WARM_UP):
+            engine.step()
+        engine.reset_stats()
+        before = sum(len(its.token_ids) for its in requests)
+        start = time.perf_counter()
+        for _ in range(count):
+            engine.step()
+        seconds = time.perf_counter() - start
+        tokens = sum(len(its.token_ids) for its in requests) - before
+        stats = engine.stats()
+        if stats["speculation"] not in ("on", "off"):
+            raise SaguaroError(f"speculation: {stats['speculation']}")
+        rounds = [list(its.rounds[WARM_UP:]) for its in requests]
+        return Ran(tokens / seconds, stats, rounds, list(engine.spans))
+
+
+def calibrated(laws: Sequence[Any], verify_s: float, step_s: float, **options: Any) -> Delays:
+    """Delays to ask for, so that with what is computed anyway calls take verify_s and step_s."""
+    options = options | {"method": "ssd", "fallback": "batched_retry", "lane": "inline"}
+    own = run(laws, Delays(0.0, 0.0, 0.0), 20, **options).stats
+    taken = (
+        own["t_verify_ms"], own["t_redraft_step_ms"], own["t_look_ahead_ms"] / (options["k"] + 1)
+    )  # fmt: skip
+    wanted = (verify_s, step_s, step_s)
+    return Delays(*(max(0.0, s - ms / 1e3) for s, ms in zip(wanted, taken, strict=True)))
+
+
+def paper(pair: published.Published, verify_s: float, count: int) -> tuple[list[Row], list[Any]]:
+    """SSD over SD, and over AR, in the pair's proportions; and the last rounds' spans."""
+    unit, step = 1.0 / pair.ar, pair.draft_round_seconds / (pair.k + 1)
+    tokens = pair.sd * (unit + pair.k * step)
+    length = int((count + WARM_UP + 2) * tokens) + 2 * pair.k
+    places, _ = places_for(tokens, published.HIT_RATE, pair.k, length)
+    laws = greedy_laws(places + ["agree"] * (900 - length))
+    options: dict[str, Any] = {
+        "k": pair.k, "branches": pair.fan_out * (pair.k + 1), "allocation": "uniform",
+        "ranking": "probability", "rule": "token", "reproducible": True,
+    }  # fmt: skip
+    delays = calibrated(laws, verify_s, verify_s * step / unit, **options)
+    sd = run(laws, delays, count, method="sd", **options)
+    ssd = run(laws, delays, count, method="ssd", **options)
+    ar = run(laws, delays, max(8, count // 3), method="ar", **options)
+    after = ssd.stats["tokens_per_round_after"]
+    gain = ssd_vs_sd(
+        verify_seconds=ssd.stats["t_verify_ms"] / 1e3,
+        draft_seconds=pair.k * sd.stats["t_redraft_step_ms"] / 1e3,
+        tree_round_seconds=ssd.stats["t_look_ahead_ms"] / 1e3,
+        redraft_seconds=pair.k * sd.stats["t_redraft_step_ms"] / 1e3,
+        hit_rate=ssd.stats["hit_rate"],
+        tokens_sd=sd.stats["tokens_per_round"],
+        tokens_hit=after.get("hit", 1.0),
+        tokens_miss=after.get("miss", 1.0),
+    )
+    sd_gain = sd.tokens_per_s / ar.tokens_per_s
+    # The log's drafter round of the second pair is longer than the round that its published rate
+    # leaves room for, so that no engine reaches that rate with these inputs: see published.py.
+    reachable = pair.draft_round_seconds < tokens / pair.ssd
+
+    def row(name: str, measured: float, predicted: float, wanted: float, held: bool) -> Row:
+        ok = abs(measured / predicted - 1) <= WITHIN
+        ok &= not held or abs(measured / wanted - 1) <= WITHIN
+        rates = (ssd.stats["hit_rate"],)
+        return Row(pair.name, name, measured, predicted, wanted, rates,
+                   ssd.stats["tokens_per_round"], ok)  # fmt: skip
+
+    measured = ssd.tokens_per_s / sd.tokens_per_s
+    return [
+        row("SSD / SD", measured, gain, pair.ssd / pair.sd, reachable),
+        row("SSD / AR", measured * sd_gain, gain * sd_gain, pair.ssd / pair.ar, reachable),
+    ], ssd.spans
+
+
+def ranking(verify_s: float, count: int, temperature: float) -> Row:
+    """The noise ranking over the ranking by probability, a miss being redrafted in full."""
+    laws = sampled_laws()
+    options: dict[str, Any] = {
+        "k": K, "branches": BRANCHES, "rule": "block", "reproducible": True,
+        "temperature": temperature,
+    }  # fmt: skip
+    delays = calibrated(laws, verify_s, STEP * verify_s, **options)
+    blind, knowing = (
+        run(laws, delays, count, method="ssd", ranking=name, **options)
+        for name in ("probability", "noise")
+    )
+
+    def speed(ran: Ran) -> float:
+        verify, ahead, redraft = _times(ran)
+        tokens = ran.stats["tokens_per_round"]
+        return theorem7(ran.stats["hit_rate"], tokens, tokens, ahead / verify, redraft / verify) / (
+            verify
+        )
+
+    measured, predicted = knowing.tokens_per_s / blind.tokens_per_s, speed(knowing) / speed(blind)
+    rates = (blind.stats["hit_rate"], knowing.stats["hit_rate"])
+    return Row("ranking", f"noise / probability, T = {temperature:g}", measured, predicted, None,
+               rates, knowing.stats["tokens_per_round"],
+               abs(measured - predicted) <= POINTS)  # fmt: skip
+
+
+def waiting(verify_s: float, count: int) -> Row:
+    """8 requests: a missed row goes on undrafted, over all of them waiting for its redraft."""
+    laws = sampled_laws()
+    options: dict[str, Any] = {
+        "k": K, "branches": BRANCHES, "rule": "block", "ranking": "noise", "temperature": 1.0,
+        "batch": BATCH, "proposal": "none",
+    }  # fmt: skip
+    delays = calibrated(laws, verify_s, STEP * verify_s, **options)
+    runs = [
+        run(laws, delays, count, method="ssd", fallback=name, **options)
+        for name in ("batched_retry", "partial_accept")
+    ]
+    wait, fast = runs
+    p, p_fast = _hit_rates(fast)
+    tokens_hit = fast.stats["tokens_per_round_after"]["hit"]
+    verify, ahead, redraft = _times(wait)
+    # A round lasts as long as the slower side; where any of the rows misses, all wait on top.
+    wait_s = max(verify, ahead) + (1.0 - wait.stats["hit_rate"] ** BATCH) * redraft
+    going_on = fast_rate(p, p_fast, tokens_hit, 1.0) / max(_times(fast)[:2])
+    predicted = going_on / (wait.stats["tokens_per_round"] / wait_s)
+    measured = fast.tokens_per_s / wait.tokens_per_s
+    return Row("waiting", f"K = 0 on a miss / redraft, batch {BATCH}", measured, predicted, None,
+               (wait.stats["hit_rate"], p, p_fast), fast.stats["tokens_per_round"],
+               abs(measured - predicted) <= POINTS * predicted)  # fmt: skip
+
+
+def _times(ran: Ran) -> tuple[float, float, float]:
+    """Seconds of a verification, of drafting ahead, and of redrafting all K."""
+    verify, ahead, step = (
+        ran.stats[f"t_{name}_ms"] / 1e3 for name in ("verify", "look_ahead", "redraft_step")
+    )
+    return verify, ahead, K * step
+
+
+def _hit_rates(ran: Ran) -> tuple[float, float]:
+    """How often a round hits whose predecessor was drafted, and whose was not."""
+    pairs = [its for rounds in ran.rounds for its in zip(rounds, rounds[1:], strict=False)]
+    rates = []
+    for drafted in (True, False):
+        after = [now.source == "hit" for before, now in pairs if (before.drafted > 0) == drafted]
+        rates.append(sum(after) / max(len(after), 1))
+    return rates[0], rates[1]
+
+
+def render(rows: Sequence[Row]) -> str:
+    """The table, and what to hold it against."""
+    headers = ("case", "ratio", "within", "measured", "predicted", "published", "hit rates")
+    headers += ("tokens/round",)
+    lines = [
+        (row.case, row.ratio, row.ok, row.measured, row.predicted, row.published)
+        + (", ".join(f"{rate:.2f}" for rate in row.hit_rates), row.tokens_per_round)
+        for row in rows
+    ]
+    notes = [
+        "predicted: Theorem 7, and for waiting the two-state chain of misses, from the same run's "
+        "times and hit rates.",
+        f"within: {WITHIN:.0%} of predicted and published; {100 * POINTS:.0f} points for ranking "
+        "and waiting.",
+    ]
+    for pair in published.PAIRS:
+        if pair.draft_round_seconds >= _tokens(pair) / pair.ssd:
+            notes.append(
+                f"{pair.name}: the published rate leaves {1e3 * _tokens(pair) / pair.ssd:.1f} ms a "
+                f"round, the drafter's alone takes {1e3 * pair.draft_round_seconds:.1f} ms in the "
+                "authors' log; so it is held to the prediction only."
+            )
+    low_high = ", ".join(f"{name} {a:+.0%} to {b:+.0%}" for name, (a, b) in SIMULATED.items())
+    notes.append(f"simulations over many pairs: {low_high}.")
+    return "\n".join([report.table(headers, lines), *notes])
+
+
+def _tokens(pair: published.Published) -> float:
+    """Tokens per round, from the published SD rate."""
+    step = pair.draft_round_seconds / (pair.k + 1)
+    return pair.sd * (1.0 / pair.ar + pair.k * step)
+
+
+def measure(verify_s: float, count: int, *, quick: bool = False) -> tuple[list[Row], list[Any]]:
+    """All rows, and the spans of the first pair's rounds."""
+    rows, spans = paper(published.PAIRS[0], verify_s, count)
+    rows += paper(published.PAIRS[1], verify_s, count)[0]
+    rows += [ranking(verify_s, 2 * count, T) for T in ((1.0,) if quick else (1.0, 0.6))]
+    rows.append(waiting(verify_s, count))
+    return rows, spans
+
+
+def main(arguments: Sequence[str]) -> int:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench scripted", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="half the rounds: half a minute")
+    parser.add_argument("--rounds", type=int, default=60, help="per run (%(default)s)")
+    parser.add_argument("--verify-ms", type=float, default=60.0, help="T_V (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args(arguments)
+    count = options.rounds // (2 if options.quick else 1)
+    rows, spans = measure(options.verify_ms / 1e3, count, quick=options.quick)
+    print(render(rows))
+    if options.json:
+        end = max(span.end for span in spans)
+        shown = [span for span in spans if span.end > end - 10 * options.verify_ms / 1e3]
+        start = min(span.start for span in shown)
+        data = {
+            "machine": report.machine(),
+            "settings": {"rounds": count, "verify_ms": options.verify_ms, "k": K,
+                         "branches": BRANCHES, "step": STEP, "batch": BATCH},
+            "inputs": [list(its) for its in published.inputs()],
+            "rows": [asdict(row) for row in rows],
+            "timeline": [(s.lane, s.name, round(s.start - start, 5), round(s.end - start, 5))
+                         for s in shown],
+        }  # fmt: skip
+        options.json.write_text(json.dumps(data, indent=1) + "\n")
+    return int(not all(row.ok for row in rows))

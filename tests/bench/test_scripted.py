@@ -1,0 +1,138 @@
+"""Scripted runs: the pairs are what they are made to be, and the engine does what is predicted."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bench import __main__ as command
+from bench import scripted
+from bench.scripted_pairs import PRIME, START, greedy_laws, path, places_for, play, sampled_laws
+from saguaro_runtime.metrics import Span
+from saguaro_runtime.planner import expected_tokens, published
+
+NONE = scripted.Delays(0.0, 0.0, 0.0)
+
+
+def test_the_path_visits_every_context_once() -> None:
+    tokens = [*START, *path(PRIME**2 - 3)]
+    contexts = list(zip(tokens, tokens[1:], strict=False))
+    assert len(set(contexts)) == len(contexts) == PRIME**2 - 2
+
+
+def test_rounds_played_by_hand() -> None:
+    places = ["agree", "agree", "far", "near", "agree", "agree", "agree", "agree", "agree"]
+    found = play(places, 2)
+    # Two kept and a far extra; a near one; two kept and an agreeing extra.
+    assert (found.rounds, found.tokens_per_round, found.hit_rate) == (3, 7 / 3, 2 / 3)
+
+
+@pytest.mark.parametrize("pair", published.PAIRS, ids=lambda its: its.name.split("-")[0])
+def test_places_play_what_they_are_made_for(pair: published.Published) -> None:
+    tokens = scripted._tokens(pair)
+    places, acceptance = places_for(tokens, published.HIT_RATE, pair.k, 400)
+    found = play(places, pair.k)
+    assert expected_tokens(acceptance, pair.k) == pytest.approx(tokens)
+    assert found.tokens_per_round == pytest.approx(tokens, rel=0.02)
+    assert found.hit_rate == pytest.approx(published.HIT_RATE, abs=0.015)
+
+
+def test_the_engine_plays_the_places() -> None:
+    """Round by round: what is kept and what hits is what the places say."""
+    places, _ = places_for(3.5, 0.9, 4, 120)
+    ran = scripted.run(
+        greedy_laws(places), NONE, 25, lane="inline", method="ssd", k=4, branches=10,
+        allocation="uniform", ranking="probability", rule="token", reproducible=True,
+    )  # fmt: skip
+    rounds = ran.rounds[0]
+    for its, following in zip(rounds, rounds[1:], strict=False):
+        at, kept = its.base - len(START), 0
+        while kept < its.drafted and places[at + kept] == "agree":
+            kept += 1
+        assert its.drafted == 4 and its.committed == kept + 1
+        assert (following.source == "hit") == (places[at + kept] != "far")
+
+
+def test_sampled_laws_are_laws_that_differ() -> None:
+    target, draft = sampled_laws(16)
+    for law in (target, draft):
+        assert torch.allclose(law.sum(-1), torch.ones(256, dtype=torch.float64))
+    accepted = float(torch.minimum(target, draft).sum(-1).mean())
+    assert 0.6 < accepted < 0.95
+
+
+def test_the_papers_proportions_are_timed_and_predicted() -> None:
+    """A dozen rounds: the two processes overlap as Theorem 7 says."""
+    (ssd_sd, ssd_ar), spans = scripted.paper(published.PAIRS[0], 0.1, 12)
+    assert ssd_sd.published == pytest.approx(255.8 / 161.8)
+    assert ssd_ar.published == pytest.approx(255.8 / 54.7)
+    assert ssd_sd.measured == pytest.approx(ssd_sd.predicted, rel=0.15)
+    assert ssd_sd.measured > 1.25
+    assert {"verify", "look_ahead"} <= {span.name for span in spans}
+
+
+def _row(**changes: object) -> scripted.Row:
+    row = scripted.Row("ranking", "noise", 1.2, 1.21, None, (0.5, 0.7), 3.0, True)
+    return dataclasses.replace(row, **changes)
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_the_command_writes_what_it_found_and_fails_where_it_must(
+    ok: bool, tmp_path, capsys, monkeypatch
+) -> None:
+    spans = [Span("target", "verify", 5.0, 5.06), Span("draft", "look_ahead", 5.0, 5.05)]
+    monkeypatch.setattr(scripted, "measure", lambda *_, **__: ([_row(ok=ok)], spans))
+    out = tmp_path / "scripted.json"
+    assert command.main(["scripted", "--no-gate", "--json", str(out)]) == int(not ok)
+    printed = capsys.readouterr().out
+    assert "0.50, 0.70" in printed and ("yes" in printed) == ok
+    assert "held to the prediction only" in printed
+    found = json.loads(out.read_text())
+    assert found["timeline"][0] == ["target", "verify", 0.0, 0.06]
+    assert any("authors" in its[2] or "arXiv" in its[2] for its in found["inputs"])
+    assert {"commit", "date", "torch"} <= set(found["machine"])
+
+
+def test_hit_rates_by_what_came_before() -> None:
+    def round_(drafted: int, source: str) -> SimpleNamespace:
+        return SimpleNamespace(drafted=drafted, source=source)
+
+    rounds = [round_(5, "hit"), round_(0, "miss"), round_(5, "hit"), round_(5, "hit")]
+    ran = scripted.Ran(0.0, {}, [rounds, rounds[:1]], [])
+    assert scripted._hit_rates(ran) == (0.5, 1.0)
+
+
+def test_gains_are_predicted_from_the_runs_own_times(monkeypatch) -> None:
+    times = {"t_verify_ms": 100.0, "t_look_ahead_ms": 90.0, "t_redraft_step_ms": 15.0}
+
+    def ran(*_: object, ranking: str = "", fallback: str = "", **__: object) -> scripted.Ran:
+        hits = {"probability": 0.5, "noise": 0.8}.get(ranking, 0.9)
+        if fallback == "partial_accept":
+            pairs = [SimpleNamespace(drafted=5, source="hit")] * 10
+            pairs.append(SimpleNamespace(drafted=0, source="miss"))
+            pairs.append(SimpleNamespace(drafted=5, source="hit"))
+            stats = {
+                "hit_rate": 0.9,
+                "tokens_per_round": 3.0,
+                "tokens_per_round_after": {"hit": 3.2},
+            }
+            return scripted.Ran(30.0, times | stats, [pairs], [])
+        rate = {"probability": 10.0, "noise": 10 * 1.375 / 1.15}.get(ranking, 21.0)
+        return scripted.Ran(rate, times | {"hit_rate": hits, "tokens_per_round": 3.0}, [], [])
+
+    monkeypatch.setattr(scripted, "run", ran)
+    monkeypatch.setattr(scripted, "calibrated", lambda *_, **__: NONE)
+    row = scripted.ranking(0.1, 10, 1.0)
+    # 3 tokens in 1 + (1 - p) * .75 verifications.
+    assert row.predicted == pytest.approx((1 + 0.5 * 0.75) / (1 + 0.2 * 0.75))
+    assert row.ok and row.hit_rates == (0.5, 0.8)
+    row = scripted.waiting(0.1, 10)
+    p = 9 / 10
+    going_on = (3.2 + (1 - p)) / (1 - p + 1)
+    waiting = 3.0 / (1 + (1 - 0.8**8) * 0.75)
+    assert row.predicted == pytest.approx(going_on / waiting)
+    assert row.measured == pytest.approx(30 / 21)
