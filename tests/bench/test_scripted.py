@@ -121,7 +121,9 @@ def test_gains_are_predicted_from_the_runs_own_times(monkeypatch) -> None:
                 "tokens_per_round_after": {"hit": 3.2},
             }
             return scripted.Ran(30.0, times | stats, [pairs], [])
-        rate = {"probability": 10.0, "noise": 10 * 1.375 / 1.15}.get(ranking, 21.0)
+        rate = 10.0 if ranking == "probability" else 10 * 1.375 / 1.15
+        if fallback:
+            rate = 21.0
         return scripted.Ran(rate, times | {"hit_rate": hits, "tokens_per_round": 3.0}, [], [])
 
     monkeypatch.setattr(scripted, "run", ran)
