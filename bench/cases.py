@@ -69,6 +69,9 @@ register(
         gate="tests/bench/test_registry.py::test_ours_equals_the_torch_provider[saguaro_sample]",
         shapes=(
             {"R": 8, "V": V, "T": 1.0, "F": 8},
+            {"R": 1, "V": V, "T": 1.0, "F": 32},
+            {"R": 1, "V": V, "T": 0.7, "F": 32},
+            {"R": 8, "V": V, "T": 0.7, "F": 32},
             {"R": 24, "V": V, "T": 1.0, "F": 32},
             {"R": 24, "V": V, "T": 0.7, "F": 8},
             {"R": 24, "V": V, "T": 1.0, "F": 8, "C": 0.8},

@@ -60,7 +60,11 @@ def shape_id(shape: Shape) -> str:
 
 
 def select(name: str) -> list[Case]:
-    """Cases of this name, or whose name starts with it and a dot; "all" is every case."""
+    """Cases of this name, or whose name starts with it and a dot; of several, between commas.
+
+    "all" is every case.
+    """
     if name == "all":
         return list(CASES.values())
-    return [c for c in CASES.values() if c.name == name or c.name.startswith(f"{name}.")]
+    names = name.split(",")
+    return [c for c in CASES.values() if any(f"{c.name}.".startswith(f"{n}.") for n in names)]

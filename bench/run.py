@@ -61,10 +61,10 @@ def kernels(options: argparse.Namespace, *, beside_peers: bool = False) -> int:
             results += _measure(case, options, roof if on_gpu else None)
     if on_gpu:
         print(report.time_table(results, roof, floor))
-    elif beside_peers:
-        print(report.peer_table(results))
     else:
         print(report.traffic_table(results, options.machine))
+    if beside_peers:
+        print(f"\n{report.peer_table(results)}")
     if options.base:
         print(_compare(results, options))
     for case in chosen:

@@ -154,6 +154,8 @@ def test_names_and_shapes() -> None:
     assert [c.name for c in select("verify")] == [n for n in CASES if n.startswith("verify.")]
     assert select("all") == list(CASES.values())
     assert select("nothing") == []
+    both = [c.name for c in select("verify.token,row_stats")]
+    assert both == ["row_stats", "verify.token"]
     assert _run("nothing") == 2
     parsed = run.parse_shape("B=1,T=0.7,rule=token")
     assert parsed == {"B": 1, "T": 0.7, "rule": "token"}

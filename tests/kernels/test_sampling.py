@@ -521,12 +521,11 @@ def test_geometric_mean_of_draft_and_residual(impl, device):
 
 
 @pytest.mark.parametrize(
-    ("temperature", "scheme", "top_f"),
-    [(1.0, "C6", 32), (0.7, "plain", 0)],
-    ids=("C6-top32", "plain"),
+    ("rows", "vocab", "temperature", "scheme", "top_f"),
+    [(1, 128256, 1.0, "C6", 32), (1, 128256, 0.7, "plain", 0), (8, 16384, 0.7, "top8", 8)],
+    ids=("C6-top32", "plain", "batch"),
 )
-def test_one_read_and_two_launches(temperature, scheme, top_f, device):
-    vocab, rows = 128256, 1
+def test_one_read_and_two_launches(rows, vocab, temperature, scheme, top_f, device):
     logits, keys = make_rows(rows, vocab, torch.bfloat16, device=device), make_keys(rows, device)
     sampling = Sampling(torch.full((rows,), temperature, device=device))
     options = with_downweight({**SCHEMES[scheme], "top_f": top_f}, rows, device)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from drafting import FIELDS, draw_draft, random_case
 
+from bench.inputs import verify_inputs
 from bench.traffic import Meter
 from saguaro_kernels import (
     DRAFT_NAN,
@@ -495,6 +496,29 @@ def traffic_case(temperature: float, tokens: torch.Tensor | None = None) -> dict
         "target_sampling": sampling,
         "keys": keys,
     }
+
+
+@pytest.mark.parametrize(
+    "rule, temperature, rows, launches",
+    [
+        # K + 2 rows and 15 %; what 3.2 MB are of a row of 128256; one refusal of K rows and 5 %.
+        ("token", 0.7, 1.15 * 9, 3),
+        ("block", 1.0, 12.47, 4),
+        ("greedy", 0.0, 1.055 * 7, 2),
+    ],
+)
+def test_traffic_of_a_batch(rule: str, temperature: float, rows: float, launches: int) -> None:
+    """B = 8, K = 7, rows as a model's; `python -m bench traffic` counts the same at V = 128256."""
+    vocab, requests = 8192, 8
+    shape = {"B": requests, "K": 7, "V": vocab, "T": temperature, "rule": rule}
+    inputs = verify_inputs(shape, BF16, "cpu")
+    case = {
+        "target_logits": inputs.target, "draft": inputs.draft,
+        "target_sampling": inputs.sampling, "keys": inputs.keys,
+    }  # fmt: skip
+    meter = measured(case, "token" if rule == "greedy" else rule)
+    assert meter.launches <= launches
+    assert meter.bytes_moved <= rows * requests * 2 * vocab
 
 
 def test_traffic_of_the_token_rule() -> None:
