@@ -13,9 +13,11 @@ compile     registers, spills and load widths for four targets
 tune        the launch-config table: what is in use; tune OP times the alternatives on a GPU
 paper       the paper's rates beside the planner's
 scripted    the engine on models whose times and laws are known, beside what they predict
+downweight  Saguaro's C: what acceptance pays for hits
 equality    every method's text against the target's own
 end_to_end  tokens per second of every method on the demo's pair
 readme      the README's tables, from bench/results; --check: are they current?
+plots       the plots, likewise
 overhead    what a call costs on the host
 soak        is anything lost when the draft process dies again and again?
 gpu         check every kernel on a GPU, and time it

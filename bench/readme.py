@@ -1,7 +1,7 @@
 """The README's tables, generated from the committed results: `python -m bench readme [--check]`.
 
 A table stands between `<!-- bench: NAME -->` and `<!-- /bench: NAME -->`; NAME is a file of
-`bench/results` that `python -m bench ... --json` wrote.
+`bench/results` that `python -m bench ... --json` wrote. Plots that are out of date are drawn, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from saguaro_runtime import demo_report
 
-from . import equality, report
+from . import equality, plots, report
 
 README = report.HERE.parent / "README.md"
 RESULTS = report.HERE / "results"
@@ -65,7 +65,7 @@ def texts(path: Path = RESULTS / "equality.json") -> str:
     return f"\n```text\n{table}\n```\n\n`python -m bench equality`, {found['date']}.\n"
 
 
-SECTIONS = {"traffic": traffic, "demo": demo, "texts": texts}
+SECTIONS = {"traffic": traffic, "demo": demo, "texts": texts, "plots": plots.markdown}
 
 
 def regenerate(text: str) -> str:
@@ -80,6 +80,9 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if not README.exists():
         print(f"no README at {README.parent}: run this in the repository")
+        return 2
+    stale = [name for name in plots.PLOTS if plots.outdated(name)]
+    if stale and not options.check and plots.main(stale):
         return 2
     before = README.read_text(encoding="utf-8")
     after = regenerate(before)

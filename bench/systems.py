@@ -51,6 +51,12 @@ SYSTEM: dict[str, System] = {
             gate=_SAME_TEXTS,
         ),
         System(
+            "downweight",
+            "Saguaro's C: what acceptance pays for hits, on a scripted pair",
+            quick=("--quick",),
+            full=(),
+        ),
+        System(
             "equality",
             "every method's text against the target's own, in float32",
             quick=("--prompts", "2", "--tokens", "12"),
@@ -64,6 +70,7 @@ SYSTEM: dict[str, System] = {
             gate=_SAME_TEXTS,
         ),
         System("readme", "the README's tables, from bench/results", ("--check",), ("--check",)),
+        System("plots", "the plots, from bench/results", ("--check",), ("--check",)),
         System("overhead", "what a call costs on the host before its first launch"),
         System("soak", "is anything lost when the draft process dies again and again?"),
         System("tune", "rows of the launch-config table: what is in use, what is fastest",
