@@ -9,6 +9,7 @@ up, and launches nothing.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
@@ -94,6 +95,7 @@ def addresses() -> Iterator[dict[str, Any]]:
             "kernel": kernel.fn.__name__,
             "steps": re.findall(rf"tt\.addptr %{rows}[^:\n]*: !tt\.ptr<\w+>, (i\d+)", ir),
             "narrow": re.findall(r"arith\.muli [^:\n]*%\w*stride\w*[^:\n]*: i32", ir),
+            "atomics": re.findall(r"tt\.atomic_\w+ (\w+)", ir),
             "specialised": [
                 parameter.name
                 for parameter in kernel.params
@@ -111,10 +113,13 @@ def residual_module() -> Any:
 
 
 class Binaries:
-    """Stands in for the launcher: collects the keys of binaries."""
+    """Stands in for the launcher: collects the keys of binaries, and where they would run."""
+
+    current: torch.device | None = None
 
     def __init__(self) -> None:
         self.backend, self.binders = make_backend(TARGET), {}
+        self.devices: set[str] = set()
         self.keys: dict[str, set[str]] = defaultdict(set)
 
     def run(self, kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -124,6 +129,14 @@ class Binaries:
             )
         _, specialization, given = self.binders[kernel](*arguments, **options)
         self.keys[kernel.fn.__name__].add(f"{specialization} {given}")
+        self.devices.add(str(Binaries.current))
+
+
+@contextlib.contextmanager
+def _make_current(device: torch.device) -> Iterator[None]:
+    Binaries.current = device
+    yield
+    Binaries.current = None
 
 
 def small(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -199,6 +212,8 @@ VOCABULARIES = {"aligned": (16, 1024, 8192), "unaligned": (15, 1001, 8193)}
 def binaries() -> Iterator[dict[str, Any]]:
     """Per op and width class: how many binaries the shapes need, and how many a repeat adds."""
     _launch.INTERPRETED = True  # lets CPU tensors through to the launches that are not made
+    for module in (distribution.launch, verification.launch, residual_module()):
+        module.on_device = _make_current
     for op, filtered, (width, vocabularies) in itertools.product(
         CALLS, (False, True), VOCABULARIES.items()
     ):
@@ -212,7 +227,7 @@ def binaries() -> Iterator[dict[str, Any]]:
         total = sum(counts.values())
         yield {
             "op": op, "filtered": filtered, "width": width, "kernels": counts, "total": total,
-            "added": total - before,
+            "added": total - before, "devices": sorted(collected.devices),
         }  # fmt: skip
 
 

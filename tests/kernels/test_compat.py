@@ -70,7 +70,7 @@ def test_chain_outputs() -> None:
 
 
 def test_chain_law_of_unnormalised_rows() -> None:
-    """Fault 12: rows whose mass is not 1 count by their measured mass."""
+    """Rows whose mass is not 1 count by their measured mass."""
     generator = torch.Generator().manual_seed(4)
     tokens = torch.multinomial(Q_ROW, 2 * DRAWS, True, generator=generator).view(DRAWS, 2)
     draft = (0.9 * Q_ROW).expand(DRAWS, 2, 6)

@@ -34,7 +34,7 @@ def compiled() -> dict[str, list[dict[str, Any]]]:
 
 
 def test_rows_are_addressed_in_64_bits(compiled) -> None:
-    """Fault 14: every step along the logits, and the products it comes from."""
+    """Every step along the logits, and the products it comes from."""
     assert {row["kernel"] for row in compiled["addresses"]} == KERNELS
     for row in compiled["addresses"]:
         assert row["steps"] and set(row["steps"]) == {"i64"}, row
@@ -46,8 +46,20 @@ def test_integers_are_not_specialised_on(compiled) -> None:
         assert row["specialised"] == [], row
 
 
+def test_atomics_count_only(compiled) -> None:
+    """Sums of floats are ordered, so that two runs agree."""
+    assert any(row["atomics"] for row in compiled["addresses"])
+    for row in compiled["addresses"]:
+        assert set(row["atomics"]) <= {"add"}, row
+
+
+def test_launches_are_on_the_tensors_device(compiled) -> None:
+    for row in compiled["binaries"]:
+        assert row["devices"] == ["cpu"], row
+
+
 def test_few_binaries_for_all_batches_and_lengths(compiled) -> None:
-    """Fault 21: B of 1 to 64, K of 1 to 8, any V, and slices wherever they begin."""
+    """B of 1 to 64, K of 1 to 8, any V, and slices wherever they begin."""
     assert {row["op"] for row in compiled["binaries"]} >= {
         "row_stats", "saguaro_sample", "residual", "verify.token", "verify.block", "verify.coupled",
     }  # fmt: skip

@@ -295,7 +295,7 @@ def test_filters_on_both_sides(name: str, rule: str) -> None:
 
 
 def test_unfiltered_q_is_caught() -> None:
-    """Fault 1: raw logits kept for q while filtered ones were sampled."""
+    """Raw logits kept for q while filtered ones were sampled."""
     sampling = filtered_sampling(DRAWS, "top-k")
     target, draft, _, keys = iid_round("token", DRAWS, sampling, seed=4)
     whole = (draft.logits / 0.8).log_softmax(-1).gather(2, draft.tokens[..., None])[..., 0]
@@ -324,7 +324,7 @@ def test_scaled_drafts(rule: str, scale: float) -> None:
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_extra_under_the_drafts_noise_is_caught(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault 2: one Gumbel vector for drafting and recovery."""
+    """One Gumbel vector for drafting and recovery."""
     case = GOLDEN["markov2-V4-K2"]
     model, keys = Model(case), keys_of(DRAWS, seed=1)
     draft = draw_chain(model, 2, keys, Stream.DRAFT)
@@ -337,7 +337,7 @@ def test_extra_under_the_drafts_noise_is_caught(rule: str, monkeypatch: pytest.M
 
 
 def test_one_hot_drafts_and_accept_if_argmax() -> None:
-    """Fault 8: a deterministic draft is kept with probability p(d), not iff it is the argmax."""
+    """A deterministic draft is kept with probability p(d), not iff it is the argmax."""
     draws, keys = DRAWS, keys_of(DRAWS, seed=8)
     token = torch.full((draws, 2), 3)
     draft = Draft(token, torch.full((draws,), 2, dtype=torch.int32))

@@ -87,7 +87,7 @@ def test_kernel_equals_reference(
 
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])
 def test_temperatures_in_one_batch(rule: str) -> None:
-    """Fault 11: 0, tiny and ordinary temperatures side by side, half logits of +-6e4."""
+    """0, tiny and ordinary temperatures side by side, half logits of +-6e4."""
     case = random_case(6, 2, 4500, FP16, temperature=[0.0, 1e-5, 1.0, 0.7, 1e-12, 2.0], seed=3)
     case["target_logits"][:, :, 7] = 6e4
     case["target_logits"][2:, :, 8] = -6e4
@@ -123,7 +123,7 @@ def test_ties_take_the_lowest_id() -> None:
 
 
 def test_one_hot_drafts_per_request() -> None:
-    """Fault 1: n-gram and argmax drafts are judged as one-hot, beside sampled ones."""
+    """N-gram and argmax drafts are judged as one-hot, beside sampled ones."""
     case = random_case(4, 3, 5000, BF16, seed=5)
     draft = case["draft"]
     mixed = dataclasses.replace(
@@ -195,7 +195,7 @@ def test_strided_view_and_float64_oracle() -> None:
 
 
 def test_vocabularies_of_different_width() -> None:
-    """Fault 15: target-only ids stay reachable, draft-only ids are refused."""
+    """Target-only ids stay reachable, draft-only ids are refused."""
     wide = random_case(3, 2, 9000, BF16, draft_vocab=4100, seed=9)
     wide["target_logits"][..., 8990] += 12.0
     verdict = both(wide, rule="block")
@@ -250,7 +250,7 @@ def pick(case: dict[str, Any], rows: torch.Tensor) -> dict[str, Any]:
 
 
 def test_batch_invariance() -> None:
-    """Fault 18: a request's tokens do not depend on its neighbours or its row."""
+    """A request's tokens do not depend on its neighbours or its row."""
     rule = "block"
     case = random_case(5, 3, 5000, BF16, temperature=[1.0, 0.0, 0.7, 1.0, 1.2], seed=11)
     whole = verify(**case, rule=rule, impl="triton")
@@ -284,7 +284,7 @@ def poisoned(requests: int, steps: int) -> Verdict:
 
 @pytest.mark.parametrize("rule", ["block", "coupled"])
 def test_poisoned_outputs_and_untouched_inputs(rule: str) -> None:
-    """Fault 19: scratch is never read before it is written, inputs are never written."""
+    """Scratch is never read before it is written, inputs are never written."""
     case = random_case(3, 2, 4200, BF16, temperature=[1.0, 0.0, 1.0], seed=13)
     # Rows beyond num_draft are not read: NaN there changes nothing.
     case["target_logits"][1, 2] = math.nan
@@ -306,7 +306,7 @@ def test_poisoned_outputs_and_untouched_inputs(rule: str) -> None:
 
 
 def test_no_requests_and_no_drafts() -> None:
-    """Fault 17: B = 0, K = 0 and requests without a draft among others."""
+    """B = 0, K = 0 and requests without a draft among others."""
     empty = random_case(0, 2, 300)
     assert both(empty, rule="block").tokens.shape == (0, 3)
     plain = random_case(2, 0, 300, temperature=[1.0, 0.0])
@@ -324,7 +324,7 @@ def test_no_requests_and_no_drafts() -> None:
 
 
 def test_row_offsets_beyond_int32() -> None:
-    """Fault 14: rows 2^31 elements apart, in a buffer that is mapped but not touched between."""
+    """Rows 2^31 elements apart, in a buffer that is mapped but not touched between."""
     case = random_case(2, 1, 300, BF16, seed=15)
     stride = 2**31 + 16
     buffer = torch.empty(stride + 2 * 304, dtype=BF16)
@@ -339,7 +339,7 @@ def test_row_offsets_beyond_int32() -> None:
 
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])
 def test_target_rows_without_a_law(rule: str) -> None:
-    """Faults 9, 10: NaN, +inf and empty rows get a status and a legal id; neighbours nothing."""
+    """NaN, +inf and empty rows get a status and a legal id; neighbours nothing."""
     case = random_case(6, 2, 4200, FP32, temperature=[1.0, 1.0, 0.0, 0.0, 1.0, 1.0], seed=16)
     case["draft"].num_draft.fill_(2)
     case["draft"].tokens.clamp_(min=5)
@@ -360,7 +360,7 @@ def test_target_rows_without_a_law(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_unusable_draft_rows(rule: str) -> None:
-    """Fault 9: a NaN draft row is judged as one-hot; a refused token is not emitted again."""
+    """A NaN draft row is judged as one-hot; a refused token is not emitted again."""
     case = random_case(4, 2, 4200, FP32, seed=17)
     draft = case["draft"]
     draft.num_draft.fill_(2)
@@ -381,7 +381,7 @@ def test_unusable_draft_rows(rule: str) -> None:
 
 
 def test_zero_probability_is_never_emitted() -> None:
-    """Fault 13: ids of p = 0 are neither accepted nor drawn, whatever the noise."""
+    """Ids of p = 0 are neither accepted nor drawn, whatever the noise."""
     requests, vocab = 64, 40
     target = torch.full((requests, 3, vocab), -torch.inf)
     target[..., ::5] = 0.0
@@ -398,7 +398,7 @@ def test_zero_probability_is_never_emitted() -> None:
 
 
 def test_acceptance_rate_is_the_overlap() -> None:
-    """Fault 8: P(accept) = sum min(p, q), more than the chance of drawing the same token."""
+    """P(accept) = sum min(p, q), more than the chance of drawing the same token."""
     draws = 1 << 15
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.5, 0.3])
     keys = Keys(torch.arange(draws), torch.full((draws,), 2))
@@ -414,7 +414,7 @@ def test_acceptance_rate_is_the_overlap() -> None:
 
 
 def test_bias_is_applied_per_position() -> None:
-    """Faults 3, 4: accepted, recovered and bonus tokens all see their own position's bias."""
+    """Accepted, recovered and bonus tokens all see their own position's bias."""
     case = random_case(2, 3, 500, FP32, temperature=[0.0, 1.0], seed=18)
     case["draft"].num_draft.fill_(3)
     bias = torch.zeros(2, 4, 500)
