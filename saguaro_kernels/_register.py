@@ -46,8 +46,9 @@ _register(
 _register(
     "saguaro_sample(Tensor logits, Tensor temperature, Tensor? top_k, Tensor? top_p, "
     "Tensor? min_p, Tensor seed, Tensor base, Tensor? offsets, int offset, int stream, "
-    "int scale_f, Tensor? downweight, Tensor? bias, str impl, Tensor(a!) tokens, Tensor(b!) logq, "
-    "Tensor(c!) lse, Tensor(d!) cutoff, Tensor(e!) scale_logit, Tensor(f!) cutoff_id, "
+    "int scale_f, Tensor? downweight, Tensor? bias, Tensor? ids, str impl, Tensor(a!) tokens, "
+    "Tensor(b!) logq, Tensor(c!) lse, Tensor(d!) cutoff, Tensor(e!) scale_logit, "
+    "Tensor(f!) cutoff_id, "
     "Tensor(g!) scale_id, Tensor(h!) top_ids, Tensor(i!) top_logits, Tensor(j!) status, "
     "Tensor(k!)? workspace) -> ()",
     _saguaro_sample,
@@ -115,7 +116,8 @@ _register(
 _register(
     "predict_outcomes(Tensor draft_logits, Tensor draft_tokens, Tensor num_draft, "
     "Tensor temperature, Tensor seed, Tensor base, Tensor? fan_out, Tensor? accept_prob, "
-    "Tensor? cutoff, Tensor? bias, str ranking, str allocation, str impl, Tensor(a!) depth, "
+    "Tensor? cutoff, Tensor? bias, Tensor? ids, str ranking, str allocation, str impl, "
+    "Tensor(a!) depth, "
     "Tensor(b!) tokens, Tensor(c!) score) -> ()",
     _predict_outcomes,
 )

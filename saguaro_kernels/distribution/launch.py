@@ -137,13 +137,17 @@ def _cutoff_plan(
 
 @dataclass(frozen=True)
 class Draw:
-    """Keys of the noise, as the kernels take them: seed, base [R] int64; offsets [R], or offset."""
+    """Keys of the noise, as the kernels take them: seed, base [R] int64; offsets [R], or offset.
+
+    ids [V] int64: by which noise and tokens go; None for the columns' numbers.
+    """
 
     seed: torch.Tensor | None = None
     base: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
     offset: int = 0
     stream: int = 0
+    ids: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -251,6 +255,7 @@ def _scan_plans(
         "logits_ptr": logits, "bias_ptr": bias, "temperature_ptr": sampling.temperature,
         "cutoff_ptr": cutoff, "scale_logit_ptr": scale_logit, "seed_ptr": draw.seed,
         "base_ptr": draw.base, "offset_ptr": draw.offsets, "offset": draw.offset,
+        "column_ids_ptr": draw.ids,
         "num_splits": num_splits, "stride": stride, "bias_stride": bias_stride,
         "LIST": list_size, "STREAM": draw.stream, "ALIGNED": aligned,
     }  # fmt: skip
@@ -293,12 +298,13 @@ class _Workspace:
 def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
     """(name, kernel, signature, constexprs, num_warps) of variants that a launch can choose."""
     cases: dict[str, Any] = {}
-    for name, dtype, vocab, filtered, top_f, scale_f, biased in (
-        ("plain-bf16", torch.bfloat16, 128256, False, 0, 0, False),
-        ("top32-bf16", torch.bfloat16, 128256, False, 32, 0, False),
-        ("top32-bf16-unaligned", torch.bfloat16, 32003, False, 32, 0, False),
-        ("top32-fp16-filtered-C", torch.float16, 128256, True, 32, 8, False),
-        ("top64-fp32-filtered-C1000-bias", torch.float32, 128256, True, 64, 1000, True),
+    for name, dtype, vocab, filtered, top_f, scale_f, biased, mapped in (
+        ("plain-bf16", torch.bfloat16, 128256, False, 0, 0, False, False),
+        ("top32-bf16", torch.bfloat16, 128256, False, 32, 0, False, False),
+        ("top32-bf16-unaligned", torch.bfloat16, 32003, False, 32, 0, False, False),
+        ("top32-bf16-ids", torch.bfloat16, 32768, False, 32, 0, False, True),
+        ("top32-fp16-filtered-C", torch.float16, 128256, True, 32, 8, False, False),
+        ("top64-fp32-filtered-C1000-bias", torch.float32, 128256, True, 64, 1000, True, False),
     ):
         logits, sampling = _meta(4, vocab, dtype=dtype), Sampling(_meta(4))
         if filtered:
@@ -309,9 +315,8 @@ def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], int]
             _meta(4, top_f, dtype=torch.int64), _meta(4, top_f),
         )  # fmt: skip
         bias = _meta(4, vocab) if biased else None
-        plans = _scan_plans(
-            logits, sampling, out, Draw(ids, ids), scale_f, floats, bias, None, None
-        )
+        draw = Draw(ids, ids, ids=_meta(vocab, dtype=torch.int64) if mapped else None)
+        plans = _scan_plans(logits, sampling, out, draw, scale_f, floats, bias, None, None)
         for kernel, _, arguments in plans:
             case = f"{kernel.fn.__name__.strip('_')}-{name}"
             cases.setdefault(case, _case(case, kernel, arguments))

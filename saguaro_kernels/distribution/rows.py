@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..rng import _gumbel_at
+
 _NEG_INF = tl.constexpr(float("-inf"))
 _INF = tl.constexpr(float("inf"))
 _MIN_TEMPERATURE = tl.constexpr(1e-30)
@@ -130,3 +132,25 @@ def _key_logit(key):
 @triton.jit
 def _key_id(key):
     return (key & _LAST_ID).to(tl.int32) ^ _LAST_ID
+
+
+@triton.jit
+def _id_of(column_ids_ptr, column, mask):
+    """The id of a column: its number, unless the row has ids of its own."""
+    if column_ids_ptr is None:
+        return column
+    else:
+        return tl.load(column_ids_ptr + column, mask=mask, other=0)
+
+
+@triton.jit
+def _noise_at(
+    keys, column_ids_ptr, column, mask, temperature, NOISE: tl.constexpr, STREAM: tl.constexpr
+):
+    """Noise of scattered columns, 0 in greedy rows."""
+    noise = column * 0.0
+    if NOISE:  # noqa: SIM102  decided at compile time, the other at run time
+        if temperature > 0:
+            ids = _id_of(column_ids_ptr, column, mask)
+            noise = _gumbel_at(keys[0], keys[1], keys[2], ids, STREAM)
+    return noise

@@ -26,11 +26,13 @@ from .rows import (
     _at,
     _clean,
     _finite_or_zero,
+    _id_of,
     _is_within,
     _key_id,
     _key_logit,
     _load_tile,
     _log,
+    _noise_at,
     _rank_key,
     _reciprocal,
     _row_start,
@@ -59,20 +61,10 @@ def _accumulate(group, z, ids, noise, reciprocal):
 
 
 @triton.jit
-def _noise_at(keys, ids, temperature, NOISE: tl.constexpr, STREAM: tl.constexpr):
-    """Noise of scattered ids, 0 in greedy rows."""
-    noise = ids * 0.0
-    if NOISE:
-        if temperature > 0:
-            noise = _gumbel_at(keys[0], keys[1], keys[2], ids, STREAM)
-    return noise
-
-
-@triton.jit
 def _scan_tile(
-    groups, listed, lowest, bad, row_ptr, bias_row_ptr, temperature, start, vocab, cutoff, scale,
-    keys, LIST: tl.constexpr, FILTERED: tl.constexpr, SCALED: tl.constexpr, NOISE: tl.constexpr,
-    STREAM: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    groups, listed, lowest, bad, row_ptr, bias_row_ptr, column_ids_ptr, temperature, start, vocab,
+    cutoff, scale, keys, LIST: tl.constexpr, FILTERED: tl.constexpr, SCALED: tl.constexpr,
+    NOISE: tl.constexpr, STREAM: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One more tile: groups (rest, scaled), listed keys, lowest key (kept, scaled), bad ids."""
     rest, scaled_group = groups
@@ -85,7 +77,11 @@ def _scan_tile(
     noise = tl.zeros([BLOCK], tl.float32)
     if NOISE:
         if temperature > 0:
-            noise = _gumbel_block(seed, base, offset, start, STREAM, BLOCK)
+            if column_ids_ptr is None:
+                noise = _gumbel_block(seed, base, offset, start, STREAM, BLOCK)
+            else:
+                own = _id_of(column_ids_ptr, ids, ids < vocab)
+                noise = _gumbel_at(seed, base, offset, own, STREAM)
     if FILTERED:
         z = tl.where(_is_within(z, ids, cutoff[0], cutoff[1]), z, _NEG_INF)
     rank = _rank_key(z, ids)
@@ -106,7 +102,10 @@ def _scan_tile(
         # Those that fell off the list join a group.
         z_off, ids_off = tl.where(old < last, _key_logit(old), _NEG_INF), _key_id(old)
         if tl.max(z_off, axis=0) > _NEG_INF:
-            noise_off = _noise_at(keys, ids_off, temperature, NOISE, STREAM)
+            present = z_off > _NEG_INF
+            noise_off = _noise_at(
+                keys, column_ids_ptr, ids_off, present, temperature, NOISE, STREAM
+            )
             if SCALED:
                 off_inside = _is_within(z_off, ids_off, scale[0], scale[1])
                 scaled_group = _accumulate(
@@ -155,6 +154,7 @@ def _row_scan_kernel(
     seed_ptr,  # [R] int64 | None: no noise
     base_ptr,  # [R] int64
     offset_ptr,  # [R] int64 | None: `offset` for every row
+    column_ids_ptr,  # [V] int64 | None: ids of the columns, by which noise is drawn
     vocab, num_splits, tiles, stride, bias_stride, offset,
     LIST: tl.constexpr, STREAM: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -189,13 +189,15 @@ def _row_scan_kernel(
     end = tl.minimum(tl.cdiv(vocab, BLOCK), first + tiles)
     for tile in range(first, full):
         groups, listed, lowest, bad = _scan_tile(
-            groups, listed, lowest, bad, row_ptr, bias_row_ptr, temperature, tile * BLOCK, vocab,
-            cutoff, scale, keys, LIST, FILTERED, SCALED, NOISE, STREAM, False, BLOCK,
+            groups, listed, lowest, bad, row_ptr, bias_row_ptr, column_ids_ptr, temperature,
+            tile * BLOCK, vocab, cutoff, scale, keys, LIST, FILTERED, SCALED, NOISE, STREAM, False,
+            BLOCK,
         )  # fmt: skip
     if full < end:
         groups, listed, lowest, bad = _scan_tile(
-            groups, listed, lowest, bad, row_ptr, bias_row_ptr, temperature, full * BLOCK, vocab,
-            cutoff, scale, keys, LIST, FILTERED, SCALED, NOISE, STREAM, True, BLOCK,
+            groups, listed, lowest, bad, row_ptr, bias_row_ptr, column_ids_ptr, temperature,
+            full * BLOCK, vocab, cutoff, scale, keys, LIST, FILTERED, SCALED, NOISE, STREAM, True,
+            BLOCK,
         )  # fmt: skip
 
     part = r.to(tl.int64) * num_splits + split
@@ -259,6 +261,7 @@ def _row_merge_kernel(
     seed_ptr,  # [R] int64 | None
     base_ptr,  # [R] int64
     offset_ptr,  # [R] int64 | None
+    column_ids_ptr,  # [V] int64 | None
     num_splits, stride, bias_stride, offset, top_f, scale_f,
     LIST: tl.constexpr, STREAM: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
@@ -311,7 +314,8 @@ def _row_merge_kernel(
             ranked = tl.where(column == i, largest_key, ranked)
         if top_ids_ptr is not None:
             ranked_z = _key_logit(ranked)
-            ranked_id = tl.where(ranked_z > _NEG_INF, _key_id(ranked), _PAD)
+            found = ranked_z > _NEG_INF
+            ranked_id = tl.where(found, _id_of(column_ids_ptr, _key_id(ranked), found), _PAD)
             wanted = column < top_f
             tl.store(top_ids_ptr + r * top_f + column, ranked_id, mask=wanted)
             tl.store(top_logits_ptr + r * top_f + column, ranked_z, mask=wanted)
@@ -347,15 +351,15 @@ def _row_merge_kernel(
 
     # The normaliser, and the best of z / T + g.
     largest = tl.max(log_group, axis=0)
-    score = tl.where(
-        present, log_best + _noise_at(keys, best_id, temperature, NOISE, STREAM), _NEG_INF
-    )
+    noise = _noise_at(keys, column_ids_ptr, best_id, present, temperature, NOISE, STREAM)
+    score = tl.where(present, log_best + noise, _NEG_INF)
     best = tl.max(score, axis=0)
     token = tl.min(tl.where(score == best, best_id, _LAST_ID), axis=0)
     log_token = tl.max(tl.where(present & (best_id == token), log_best, _NEG_INF), axis=0)
     if LIST > 0:
         largest = tl.maximum(largest, tl.max(log_listed, axis=0))
-        score = log_listed + _noise_at(keys, ids, temperature, NOISE, STREAM)
+        noise = _noise_at(keys, column_ids_ptr, ids, z > _NEG_INF, temperature, NOISE, STREAM)
+        score = log_listed + noise
         best_listed = tl.max(score, axis=0)
         token_listed = tl.min(tl.where(score == best_listed, ids, _LAST_ID), axis=0)
         log_token_listed = tl.max(tl.where(ids == token_listed, log_listed, _NEG_INF), axis=0)
@@ -376,7 +380,7 @@ def _row_merge_kernel(
         if tl.load(cutoff_ptr + r) > _NEG_INF:
             key = _lowest_key(keys_ptr + r * num_splits * WIDTH + LIST, num_splits, WIDTH, BLOCK_S)
             cutoff, cutoff_id = _key_logit(key), _key_id(key)
-    tl.store(token_ptr + r, token)
+    tl.store(token_ptr + r, _id_of(column_ids_ptr, token, token >= 0))
     tl.store(lse_ptr + r, tl.where(empty, 0.0, anchor * reciprocal + log_sum))
     tl.store(cutoff_out_ptr + r, tl.where(one_hot, top, cutoff))
     tl.store(cutoff_id_out_ptr + r, tl.where(one_hot, token, cutoff_id))

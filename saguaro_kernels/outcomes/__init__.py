@@ -59,6 +59,7 @@ def predict_outcomes(
     accept_prob: torch.Tensor | None = None,
     cutoff: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    ids: torch.Tensor | None = None,
     ranking: Ranking = "auto",
     allocation: Allocation = "auto",
     out: Outcomes | None = None,
@@ -82,6 +83,9 @@ def predict_outcomes(
         accept_prob: [B, K+1] float32, P(k), any scale. Default: 1.
         cutoff: [B, K+1] float32: ids of lower logits are no candidates (a filter of the draft).
         bias: broadcasts to draft_logits, float32, last dimension contiguous; added to the logits.
+        ids: [V] int64, ascending: the id of each column, where the rows are of a part of a larger
+            vocabulary. Noise, draft_tokens and the outcomes' tokens are by these ids. Default: the
+            columns' numbers.
         ranking: "probability", "noise", "coupled", or "auto": noise from temperature 0.5 on, else
             probability, per request.
         allocation: "best": the M largest weights over all (k, x); "uniform": equal shares of
@@ -121,6 +125,9 @@ def predict_outcomes(
                 f"{list(draft_logits.shape)}"
             ) from error
         check_tensor("bias", bias, bias.shape, torch.float32, device, contiguous_last=True)
+    if ids is not None:
+        check_tensor("ids", ids, (draft_logits.shape[2],), torch.int64, device)
+        ids = ids.contiguous()
     if out is None:
         out = Outcomes(
             torch.empty(batch, branches, dtype=torch.int32, device=device),
@@ -131,7 +138,7 @@ def predict_outcomes(
         draft_logits, draft_tokens.contiguous(), num_draft.contiguous(),
         sampling.temperature.contiguous(), keys.seed.contiguous(), keys.base.contiguous(),
         fan_out, *(None if v is None else v.contiguous() for v in (accept_prob, cutoff)), bias,
-        ranking, resolve_allocation(allocation, fan_out, accept_prob),
+        ids, ranking, resolve_allocation(allocation, fan_out, accept_prob),
         resolve_impl(impl, device), out.depth, out.tokens, out.score,
     )  # fmt: skip
     return out
@@ -139,19 +146,19 @@ def predict_outcomes(
 
 def _predict_outcomes(
     draft_logits, draft_tokens, num_draft, temperature, seed, base, fan_out, accept_prob, cutoff,
-    bias, ranking, allocation, impl, depth, tokens, score,
+    bias, ids, ranking, allocation, impl, depth, tokens, score,
 ) -> None:  # fmt: skip
     if impl == "triton":
         _predict_outcomes_launch(
             draft_logits, draft_tokens, num_draft, temperature, Keys(seed, base), fan_out,
-            accept_prob, cutoff, bias, Outcomes(depth, tokens, score),
+            accept_prob, cutoff, bias, ids, Outcomes(depth, tokens, score),
             ranking=ranking, best=allocation == "best",
         )  # fmt: skip
         return
     found = predict_outcomes_reference(
         draft_logits, draft_tokens, num_draft, Sampling(temperature), Keys(seed, base),
         branches=depth.shape[1], fan_out=fan_out, accept_prob=accept_prob, cutoff=cutoff, bias=bias,
-        ranking=ranking, allocation=allocation,
+        ids=ids, ranking=ranking, allocation=allocation,
     )  # fmt: skip
     depth.copy_(found.depth)
     tokens.copy_(found.tokens)

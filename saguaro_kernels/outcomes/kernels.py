@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..rng import _gumbel_block
+from ..distribution.rows import _id_of
+from ..rng import _gumbel_at, _gumbel_block
 
 _NOTHING = tl.constexpr(-(2**63))
 _LOWEST = tl.constexpr(-(2**63) + 2**32)  # keys of real candidates are above this
@@ -40,6 +41,7 @@ def _predict_outcomes_scan_kernel(
     seed_ptr,  # [B] int64
     base_ptr,  # [B] int64
     cutoff_ptr,  # [B, K+1] float32
+    column_ids_ptr,  # [V] int64 | None: ids of the columns
     best_ptr,  # [B, K+1, splits, F] int64, out
     top_ptr,  # [B, K+1, splits] float32, out
     sum_ptr,  # [B, K+1, splits] float32, out
@@ -89,15 +91,20 @@ def _predict_outcomes_scan_kernel(
         tiles = tl.cdiv(vocab, BLOCK_V)
         share = tl.cdiv(tiles, splits)
         for tile in range(split * share, tl.minimum(split * share + share, tiles)):
-            ids = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-            z = tl.load(logits_ptr + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+            column = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+            inside = column < vocab
+            ids = _id_of(column_ids_ptr, column, inside)
+            z = tl.load(logits_ptr + column, mask=inside, other=float("-inf")).to(tl.float32)
             if HAS_BIAS:
-                z += tl.load(bias_ptr + ids, mask=ids < vocab, other=0.0).to(tl.float32)
+                z += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
             z = tl.where(z < float("inf"), z, float("-inf"))  # NaN and +inf are no candidates
             score = z * scale
             if RANKING != 0:  # noqa: SIM102  decided at compile time, the other at run time
                 if noisy:
-                    score += _gumbel_block(seed, base, row, tile * BLOCK_V, STREAM, BLOCK_V)
+                    if column_ids_ptr is None:
+                        score += _gumbel_block(seed, base, row, tile * BLOCK_V, STREAM, BLOCK_V)
+                    else:
+                        score += _gumbel_at(seed, base, row, ids, STREAM)
             allowed = (ids != drafted) & (z >= cutoff) & (z > float("-inf"))
             score = tl.where(allowed, score, float("-inf"))
             new_top = tl.maximum(top, score)

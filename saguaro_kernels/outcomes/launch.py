@@ -52,6 +52,7 @@ def _predict_outcomes_launch(
     accept_prob: torch.Tensor | None,
     cutoff: torch.Tensor | None,
     bias: torch.Tensor | None,
+    ids: torch.Tensor | None,
     out: Outcomes,
     *,
     ranking: str,
@@ -78,6 +79,7 @@ def _predict_outcomes_launch(
             keys.seed,
             keys.base,
             temperature if cutoff is None else cutoff,
+            ids,
             kept,
             top,
             total,
@@ -140,15 +142,17 @@ def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], int]
     select |= {"tokens_ptr": "*i64", "score_ptr": "*fp32"}
     select |= dict.fromkeys(("drafts", "splits", "branches", "fan_out_stride"), "i32")
     cases: list[tuple[str, Any, dict[str, str], dict[str, Any], int]] = []
-    for ranking in ("probability", "auto"):
+    for ranking, mapped in (("probability", False), ("auto", False), ("auto", True)):
         flags: dict[str, Any] = {
             "RANKING": RANKINGS.index(ranking),
             "HAS_BIAS": False,
             "HAS_CUTOFF": False,
         }
         sizes: dict[str, Any] = {"COLDEST": COLDEST, "UNIT": 16, "F": 32, "BLOCK_V": 2048}
-        name = f"predict_outcomes_scan-{ranking}-bf16"
-        cases.append((name, _predict_outcomes_scan_kernel, scan, flags | sizes, 4))
+        name = f"predict_outcomes_scan-{ranking}-bf16{'-ids' if mapped else ''}"
+        types = scan | ({"column_ids_ptr": "*i64"} if mapped else {})
+        flags |= {} if mapped else {"column_ids_ptr": None}
+        cases.append((name, _predict_outcomes_scan_kernel, types, flags | sizes, 4))
     for allocation, code in (("uniform", _UNIFORM), ("best", _BEST)):
         flags = {"ALLOCATION": code, "HAS_ACCEPT": code == _BEST}
         sizes = {"F": 32, "BLOCK_K": 8, "BLOCK_S": 16}

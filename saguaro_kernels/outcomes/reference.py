@@ -43,6 +43,7 @@ def predict_outcomes_reference(
     accept_prob: torch.Tensor | None = None,
     cutoff: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    ids: torch.Tensor | None = None,
     ranking: Ranking = "auto",
     allocation: Allocation = "auto",
 ) -> Outcomes:
@@ -54,12 +55,12 @@ def predict_outcomes_reference(
     tokens = torch.full((batch, branches), PAD, dtype=torch.int64, device=device)
     score = torch.full((batch, branches), float("-inf"), device=device)
     bias = None if bias is None else bias.expand(batch, rows, vocab)
-    noise, noise_row = _noise(sampling.temperature, keys, ranking, rows, vocab)
+    noise, noise_row = _noise(sampling.temperature, keys, ranking, rows, vocab, ids)
     for b, last in enumerate(num_draft.tolist()):
         used = slice(0, last + 1)
         scores = _scores(
             draft_logits[b, used],
-            draft_tokens[b, :last],
+            _columns(draft_tokens[b, :last], ids),
             float(sampling.temperature[b]),
             None if noise_row[b] < 0 else noise[noise_row[b], used],
             None if cutoff is None else cutoff[b, used],
@@ -84,7 +85,8 @@ def predict_outcomes_reference(
         for k, count in enumerate(counts):
             end = min(first + min(count, len(weights[k])), branches)
             depth[b, first:end] = k
-            tokens[b, first:end] = found[k][1][: end - first]
+            columns = found[k][1][: end - first]
+            tokens[b, first:end] = columns if ids is None else ids[columns]
             score[b, first:end] = weights[k][: end - first]
             first = end
     return Outcomes(depth, tokens, score)
@@ -108,6 +110,14 @@ def _fold_tail(values: torch.Tensor, last: int) -> torch.Tensor:
     return torch.cat((values[:last], values[last:].sum(0, keepdim=True)))
 
 
+def _columns(tokens: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+    """The columns of tokens, -1 where they have none."""
+    if ids is None:
+        return tokens
+    column = torch.searchsorted(ids, tokens).clamp(max=len(ids) - 1)
+    return torch.where(ids[column] == tokens, column, -1)
+
+
 def _scores(
     logits: torch.Tensor,
     drafted: torch.Tensor,
@@ -125,12 +135,18 @@ def _scores(
         scores *= 1.0 / max(temperature, COLDEST)
     if noise is not None:
         scores += noise
-    scores[torch.arange(len(scores) - 1, device=logits.device), drafted] = -torch.inf
+    row = torch.arange(len(scores) - 1, device=logits.device)
+    scores[row[drafted >= 0], drafted[drafted >= 0]] = -torch.inf
     return scores
 
 
 def _noise(
-    temperature: torch.Tensor, keys: Keys, ranking: str, rows: int, vocab: int
+    temperature: torch.Tensor,
+    keys: Keys,
+    ranking: str,
+    rows: int,
+    vocab: int,
+    ids: torch.Tensor | None,
 ) -> tuple[torch.Tensor, list[int]]:
     """Noise [N, rows, V] of the requests that rank with it, and each request's n, -1 for none."""
     coldest = NOISE_FROM_TEMPERATURE if ranking == "auto" else 0.0
@@ -140,10 +156,10 @@ def _noise(
     offset = torch.arange(rows, device=base.device).repeat(len(base) // rows)
     stream = Stream.COUPLED if ranking == "coupled" else Stream.EXTRA
     drawn = Keys(keys.seed[noisy].repeat_interleave(rows), base)
-    noise = (
-        gumbel_reference(drawn, offset, stream, vocab) if len(base) else temperature.new_empty(0)
-    )
-    return noise.view(-1, rows, vocab), index
+    if not len(base):
+        return temperature.new_empty(0, rows, vocab), index
+    noise = gumbel_reference(drawn, offset, stream, vocab if ids is None else int(ids[-1]) + 1)
+    return (noise if ids is None else noise[:, ids]).view(-1, rows, vocab), index
 
 
 def _top(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .._launch import Impl, resolve_impl
+from .._launch import Impl, check_tensor, resolve_impl
 from ..distribution import Sampling, check_per_row, check_rows, contiguous, copy_fields
 from ..distribution.launch import MAX_LIST, Draw, ScanOutputs, row_scan_launch, scan_workspace_size
 from ..errors import ConfigError
@@ -46,6 +46,7 @@ def saguaro_sample(
     scale_f: int = 0,
     downweight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    ids: torch.Tensor | None = None,
     scheme: str = "plain",
     target_logits: torch.Tensor | None = None,
     target_sampling: Sampling | None = None,
@@ -69,6 +70,9 @@ def saguaro_sample(
         scale_f: F, the size of the scaled set; any size.
         downweight: [R] float32, C in [0, 1]. If every kept id would be scaled, C is ignored.
         bias: [R, V], added to the logits first; -inf forbids an id.
+        ids: [V] int64, ascending: the id of each column, where the rows are of a part of a larger
+            vocabulary. Noise, `tokens` and `top_ids` are by these ids, cutoff_id and scale_id by
+            column (as `Draft.vocab_map` has them). Default: the columns' numbers.
         scheme: "plain", "downweight" or "geometric". The last takes target_logits [R, V], and
             target_sampling (default: sampling); `sample_geometric` also returns the row of q.
         out: tensors to write and return. workspace: int64, `sample_workspace_size`. Default: new.
@@ -87,8 +91,8 @@ def saguaro_sample(
     implementation = resolve_impl(impl, logits.device)
     _check_options(scheme, top_f, scale_f, downweight, target_logits)
     if target_logits is not None:
-        if bias is not None or out is not None:
-            raise ConfigError("bias, out: want None with scheme='geometric'")
+        if bias is not None or out is not None or ids is not None:
+            raise ConfigError("bias, ids, out: want None with scheme='geometric'")
         sample, _ = sample_geometric(
             logits, target_logits, sampling, keys, offset=offset, target_sampling=target_sampling,
             stream=stream, top_f=top_f, impl=implementation,
@@ -101,12 +105,14 @@ def saguaro_sample(
     check_per_row("downweight", downweight, rows, torch.float32, logits)
     offsets = offset if isinstance(offset, torch.Tensor) else None
     check_per_row("offset", offsets, rows, (torch.int64, torch.int32), logits)
+    if ids is not None:
+        check_tensor("ids", ids, (logits.shape[1],), torch.int64, logits.device)
     if out is None:
         out = _empty_sample(logits, top_f)
     torch.ops.saguaro.saguaro_sample(
         logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, keys.seed,
         keys.base, offsets, 0 if offsets is not None else int(offset), int(stream), scale_f,
-        downweight, bias, implementation, *vars(out).values(), workspace,
+        downweight, bias, ids, implementation, *vars(out).values(), workspace,
     )  # fmt: skip
     return out
 
@@ -162,6 +168,7 @@ def _saguaro_sample(
     scale_f: int,
     downweight: torch.Tensor | None,
     bias: torch.Tensor | None,
+    ids: torch.Tensor | None,
     impl: str,
     *tensors: Any,
 ) -> None:
@@ -172,13 +179,14 @@ def _saguaro_sample(
         result = saguaro_sample_reference(
             logits, sampling, Keys(seed, base), offset=offset if offsets is None else offsets,
             stream=Stream(stream), top_f=out.top_ids.shape[1], scale_f=scale_f,
-            downweight=downweight, bias=bias,
+            downweight=downweight, bias=bias, ids=ids,
         )  # fmt: skip
         copy_fields(result, out)
         return
     draw = Draw(
         seed.contiguous(), base.contiguous(),
         None if offsets is None else offsets.contiguous(), offset, stream,
+        None if ids is None else ids.contiguous(),
     )  # fmt: skip
     row_scan_launch(
         logits,

@@ -36,6 +36,7 @@ def saguaro_sample_reference(
     scale_f: int = 0,
     downweight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    ids: torch.Tensor | None = None,
 ) -> Sample:
     """See `saguaro_sample`. float64 logits are drawn in float64; greedy rows draw no noise."""
     rows, vocab = logits.shape
@@ -44,7 +45,7 @@ def saguaro_sample_reference(
     if not 0 < scale_f < vocab:
         downweight = None  # scaling every id changes nothing
     count = min(max(top_f, 0 if downweight is None else scale_f + 1), vocab)
-    noise, noise_row = _noise(keys, offset, stream, vocab, greedy)
+    noise, noise_row = _noise(keys, offset, stream, vocab, greedy, ids)
     reciprocal = reciprocal_reference(temperature, torch.promote_types(logits.dtype, torch.float32))
     part_rows = min(max(1, _PART_LOGITS // vocab), rows)
     # Written again by every part: fresh memory would cost more than what is done in it.
@@ -72,9 +73,10 @@ def saguaro_sample_reference(
         scale_id = torch.where(scaled, order[:, scale_f - 1], scale_id)
     pad = (0, max(0, top_f - vocab))
     top_logits = torch.nn.functional.pad(ranked[:, :top_f], pad, value=-torch.inf)
-    top_ids = torch.nn.functional.pad(order[:, :top_f], pad, value=PAD)
+    named = order if ids is None else ids[order]
+    top_ids = torch.nn.functional.pad(named[:, :top_f], pad, value=PAD)
     return Sample(
-        tokens=token,
+        tokens=token if ids is None else ids[token],
         logq=(log_token - log_sum).masked_fill(one_hot, 0.0),
         lse=top.masked_fill(empty, 0.0) * reciprocal + log_sum,
         cutoff=torch.where(one_hot, top, cutoff),
@@ -139,7 +141,12 @@ def _draw(
 
 
 def _noise(
-    keys: Keys, offset: torch.Tensor | int, stream: Stream, vocab: int, greedy: torch.Tensor
+    keys: Keys,
+    offset: torch.Tensor | int,
+    stream: Stream,
+    vocab: int,
+    greedy: torch.Tensor,
+    ids: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Noise [D, V] of the distinct keys of the rows that draw, and each row's: [R], -1 for none."""
     row = torch.full(greedy.shape, -1, device=greedy.device)
@@ -148,5 +155,7 @@ def _noise(
         return torch.empty(0, vocab), row
     offset = offset[random] if isinstance(offset, torch.Tensor) else offset
     random_keys = Keys(keys.seed[random], keys.base[random])
+    if ids is not None and vocab:
+        vocab = int(ids[-1]) + 1
     noise, row[random] = distinct_gumbel_reference(random_keys, offset, stream, vocab)
-    return noise, row
+    return noise if ids is None else noise[:, ids], row

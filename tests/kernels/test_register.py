@@ -40,7 +40,7 @@ def _sample_arguments(device, impl):
     downweight = torch.full((ROWS,), 0.5, device=device)
     return (
         logits, *vars(sampling).values(), keys.seed, keys.base, None, 0, 0, 2, downweight, None,
-        impl, *vars(out).values(), None,
+        None, impl, *vars(out).values(), None,
     )  # fmt: skip
 
 
