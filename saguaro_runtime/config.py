@@ -64,6 +64,8 @@ class EngineConfig:
         lane: where the draft runs; "process" is a second process, "inline" this one, in turn.
         max_batch: most requests decoded at once.
         max_tokens: key-value slots of all requests together, prompts included.
+        prefill_chunk: most prompt tokens taken in between two rounds, so that a long prompt does
+            not hold up the texts of others.
         threads, draft_threads: CPU threads of the target and of a draft process; None shares the
             cores.
         draft_timeout_s: how long a round waits for the draft before it goes on without.
@@ -88,6 +90,7 @@ class EngineConfig:
     lane: str = "auto"
     max_batch: int = 8
     max_tokens: int = 16384
+    prefill_chunk: int = 512
     threads: int | None = None
     draft_threads: int = 1
     draft_timeout_s: float = 30.0
@@ -103,6 +106,7 @@ class EngineConfig:
             ("branches", 1, 1024),
             ("max_batch", 1, 1 << 16),
             ("max_tokens", 1, 1 << 40),
+            ("prefill_chunk", 1, 1 << 30),
             ("threads", 1, 1024),
             ("draft_threads", 1, 1024),
             ("draft_restarts", 0, 1 << 30),

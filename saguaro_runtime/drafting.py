@@ -12,9 +12,6 @@ from .metrics import Timeline
 from .models.protocol import Model
 from .round import Admission, Allocate, ChainStore, Decision, RowTable, Turn
 
-_CATCH_UP = 64
-"""Tokens fed at once to a row whose keys were left behind."""
-
 
 class Drafter:
     """A draft model with the text, the chain and the keys of each row.
@@ -58,12 +55,7 @@ class Drafter:
         fed = min(int(self.fed[row]), int(self.history.length[row]))
         self.history.admit(row, text, new.slots + self.draft_len + 1)
         self.chain.num_draft[row] = 0
-        if fed:
-            self._feed_text(row, fed, len(text) - 1)
-        elif len(text) > 1:
-            with self.timeline.span("prefill"):
-                tokens = torch.tensor(text[:-1]).clamp(max=self.model.vocab_size - 1)
-                self.model.prefill(row, tokens)
+        self._feed_text(row, fed, len(text) - 1, "prefill")
         self.fed[row] = len(text) - 1
 
     def release(self, rows: list[int]) -> None:
@@ -147,17 +139,16 @@ class Drafter:
             return
         fed = self.fed[turn.rows].tolist()
         for row, first, base in zip(turn.rows.tolist(), fed, turn.base.tolist(), strict=True):
-            self._feed_text(row, first, base - 1)
+            self._feed_text(row, first, base - 1, "catch_up")
             self.fed[row] = max(first, base - 1)
         self.behind = bool((self.fed < self.history.length - 1).any())
 
-    def _feed_text(self, row: int, first: int, end: int) -> None:
+    def _feed_text(self, row: int, first: int, end: int, name: str) -> None:
         """Feed a row the tokens of its text at positions first..end - 1."""
-        for start in range(first, end, _CATCH_UP):
-            one, at = torch.tensor([row]), torch.tensor([start])
-            count = min(_CATCH_UP, end - start)
-            with self.timeline.span("catch_up"):
-                self.feed(one, self.history.columns(one, at, count), at)
+        if first < end:
+            with self.timeline.span(name):
+                tokens = self.history.tokens[row, first:end].clamp(max=self.model.vocab_size - 1)
+                self.model.prefill(row, tokens, first)
 
     def feed(self, rows: torch.Tensor, tokens: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
         """Feed tokens [B, N] at positions start [B] + 0..N-1; their logits [B, N, V]."""

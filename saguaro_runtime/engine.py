@@ -98,7 +98,7 @@ class Engine:
             self._settle()
 
     def _round(self) -> list[Request]:
-        self._admit()
+        self._take_in()
         turn = self.scheduler.turn()
         if turn is None:
             return []
@@ -227,25 +227,27 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _admit(self) -> None:
-        """Let waiting requests in; the draft prefills while the target does."""
-        admissions = self.scheduler.admit()
-        try:
-            for new in admissions:
-                self.model.allocate(new.row, new.slots)
-                self._held.add(new.row)
-            if self.lane:
-                self.lane.admit(self.scheduler.running() if self.lane.empty else admissions)
-            for new in admissions:
-                if len(new.prompt) > 1:
+    def _take_in(self) -> None:
+        """Let waiting requests in, a piece of their prompts per round; the draft prefills while the
+        target does."""
+        self.scheduler.admit()
+        if self.lane and self.lane.empty:
+            self.lane.admit(self.scheduler.rows())
+        for new, start in self.scheduler.chunks():
+            try:
+                if new.row not in self._held:
+                    self.model.allocate(new.row, new.slots)
+                    self._held.add(new.row)
+                if self.lane:
+                    self.lane.admit([new])
+                if len(new.prompt) - 1 > start:
                     with self.timeline.span("prefill"):
-                        self.model.prefill(new.row, torch.tensor(new.prompt[:-1]))
-        except BaseException as error:
-            # Their keys are incomplete: what comes after them would be decoded from nothing.
-            reason = f"{type(error).__name__}: {error}"
-            self.scheduler.fail([new.row for new in admissions], reason)
-            self._release()
-            raise
+                        self.model.prefill(new.row, torch.tensor(new.prompt[start:-1]), start)
+            except BaseException as error:
+                # Its keys are incomplete: what comes after them would be decoded from nothing.
+                self.scheduler.fail([new.row], f"{type(error).__name__}: {error}")
+                self._release()
+                raise
 
     def _release(self) -> None:
         rows = self.scheduler.left()

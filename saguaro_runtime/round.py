@@ -19,13 +19,21 @@ from .params import SamplingParams
 class Admission:
     """A request that joins: its row, its prompt, how it is sampled and the slots it may fill.
 
-    A draft that was started again takes in running requests: their prompts are their texts so far.
+    The prompt is what there is to take in, all but its last token: of a long one a longer piece
+    each time, and of a running request, for a draft that was started again, the text so far.
     """
 
     row: int
     prompt: list[int]
     params: SamplingParams
     slots: int
+
+
+class Chunk(NamedTuple):
+    """A request that joins and the end of its prompt that is new: what stands from `start` on."""
+
+    admission: Admission
+    start: int
 
 
 class Decision(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -20,7 +20,7 @@ from .params import SamplingParams
 from .policy import decide
 from .processors import LogitsEditor
 from .requests import Prompt, Request, Round, TextStream
-from .round import Admission, RowTable, Turn
+from .round import Admission, Chunk, RowTable, Turn
 from .verifier import Judgement
 
 _BROKEN = (Status.NAN, Status.EMPTY)
@@ -36,6 +36,8 @@ class Scheduler:
         self._table = RowTable(config.max_batch)
         self._waiting: deque[Request] = deque()
         self._running: dict[int, Request] = {}
+        self._filled: dict[int, int] = {}
+        """Tokens taken in of prompts that are not yet wholly."""
         self._left: list[int] = []
         self._accepted: dict[int, int] = {}
         self._free_rows = list(range(config.max_batch))
@@ -58,9 +60,8 @@ class Scheduler:
                 self._count_served(request)
         return requests
 
-    def admit(self) -> list[Admission]:
+    def admit(self) -> None:
         """Give rows and slots to waiting requests, first come first served."""
-        admissions = []
         while self._waiting and self._free_rows:
             slots = self._slots(self._waiting[0])
             if slots > self._free_slots:
@@ -71,19 +72,40 @@ class Scheduler:
             self._running[request.row] = request
             self._accepted[request.row] = -1
             self._table.set(request.row, request.params)
-            admissions.append(self._admission(request))
-        return admissions
+            self._filled[request.row] = 0
 
-    def running(self) -> list[Admission]:
+    def chunks(self) -> Iterator[Chunk]:
+        """Pieces of the prompts of new rows, at most `prefill_chunk` tokens in all, first come
+        first served. A row takes part in rounds once its last piece has been taken.
+
+        Where a prompt is cut depends on its own length alone, and so do the logits of its row.
+        """
+        left = self.config.prefill_chunk
+        for row in list(self._filled):
+            request = self._running[row]
+            last = len(request.prompt) - 1
+            while row in self._filled:
+                start = self._filled[row]
+                end = min(start + self.config.prefill_chunk, last)
+                if end - start > left:
+                    return
+                left -= end - start
+                self._filled[row] = end
+                yield Chunk(self._admission(request), start)
+                if end == last:
+                    self._filled.pop(row, None)
+
+    def rows(self) -> list[Admission]:
         """All rows with their texts so far, for a draft that holds none of them."""
         return [self._admission(request) for request in self._running.values()]
 
     def turn(self) -> Turn | None:
-        """The outcomes of all running rows, for the drafter; None where nothing runs."""
-        if not self._running:
+        """The outcomes of all rows whose prompts are taken in; None where there are none."""
+        rows = sorted(self._running.keys() - self._filled.keys())
+        if not rows:
             return None
         self._round += 1
-        requests = [self._running[row] for row in sorted(self._running)]
+        requests = [self._running[row] for row in rows]
         decision = decide(self.config, len(requests))
         room = [min(decision.draft_len, self.built.max_length - r.length) for r in requests]
         return Turn(
@@ -104,7 +126,8 @@ class Scheduler:
     def load(self) -> dict[str, int]:
         """What is running and waiting, and the slots in use."""
         return {
-            "running": len(self._running),
+            "running": len(self._running) - len(self._filled),
+            "prefilling": len(self._filled),
             "waiting": len(self._waiting),
             "slots": self.config.max_tokens,
             "slots_used": self.config.max_tokens - self._free_slots,
@@ -156,7 +179,7 @@ class Scheduler:
             self._leave(request)
 
     def fail(self, rows: list[int], reason: str) -> None:
-        """End the requests of `rows`, which the models could not take in."""
+        """End the requests of `rows`, which the target could not take in."""
         for row in rows:
             request = self._running[row]
             request.fail(reason)
@@ -182,6 +205,7 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         self._count_served(request)
+        self._filled.pop(request.row, None)
         del self._running[request.row]
         self._free_slots += self._slots(request)
         self._free_rows.append(request.row)
@@ -190,6 +214,8 @@ class Scheduler:
 
     def _admission(self, request: Request) -> Admission:
         text = request.prompt + request.token_ids
+        if request.row in self._filled:
+            text = text[: self._filled[request.row] + 1]
         params = request.params.without_functions()
         return Admission(request.row, text, params, self._slots(request))
 

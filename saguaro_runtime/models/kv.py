@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from saguaro_kernels.errors import ConfigError
@@ -30,14 +32,24 @@ class PagedKV:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        """`tokens`: slots of the whole pool, rounded up to pages."""
+        """`tokens`: slots of the whole pool, rounded up to pages.
+
+        Raises:
+            ConfigError: there is not so much memory.
+        """
         pages = -(-tokens // page_size)
         self.page_size = page_size
-        # Zeros, not empty: padded slots are read and masked, and NaN times 0 is NaN.
-        self.data = torch.zeros(
-            layers, 2, pages, page_size, kv_heads, head_dim, dtype=dtype, device=device
-        )
-        self.page_table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
+        shape = (layers, 2, pages, page_size, kv_heads, head_dim)
+        try:
+            # Zeros, not empty: padded slots are read and masked, and NaN times 0 is NaN.
+            self.data = torch.zeros(shape, dtype=dtype, device=device)
+            self.page_table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
+        except RuntimeError as error:
+            size = math.prod(shape) * dtype.itemsize / 2**30
+            raise ConfigError(
+                f"KV cache: {tokens} slots take {size:.1f} GiB, which cannot be had; lower "
+                "EngineConfig(max_tokens=...)"
+            ) from error
         self._free = list(range(pages))
         self._held: dict[int, list[int]] = {}
 

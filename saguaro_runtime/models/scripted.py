@@ -18,6 +18,7 @@ class ScriptedModel:
         law: probabilities; zero is a token that cannot come.
         rows, slots: requests at once, and slots of each.
         extend_s, tree_s: seconds a call takes: extend(.., Q columns) takes extend_s + Q * column_s.
+        prefill_s: seconds a prompt token takes.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class ScriptedModel:
         extend_s: float = 0.0,
         column_s: float = 0.0,
         tree_s: float = 0.0,
+        prefill_s: float = 0.0,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.vocab_size = law.shape[1]
@@ -38,6 +40,7 @@ class ScriptedModel:
         self.logits = law.to(torch.float64).log().to(dtype)
         self.tokens = torch.zeros(rows, slots, dtype=torch.int64)
         self.extend_s, self.column_s, self.tree_s = extend_s, column_s, tree_s
+        self.prefill_s = prefill_s
         self.held: set[int] = set()
 
     def allocate(self, row: int, slots: int) -> None:
@@ -49,6 +52,7 @@ class ScriptedModel:
         self.held.remove(row)
 
     def prefill(self, row: int, tokens: torch.Tensor, start: int = 0) -> None:
+        _wait(self.prefill_s * len(tokens))
         self.tokens[row, start : start + len(tokens)] = tokens
 
     def extend(

@@ -90,8 +90,12 @@ def own_greedy(
 def test_greedy_text_is_that_of_generate(family: str) -> None:
     target, draft = tiny(family), tiny(family, seed=1)
     before = target.config._attn_implementation
-    with scripts.engine(target, draft, k=3, branches=6, max_batch=3) as engine:
+    options = {"k": 3, "branches": 6, "max_batch": 3, "prefill_chunk": 5}
+    with scripts.engine(target, draft, **options) as engine:
         outputs = engine.generate(PROMPTS, SamplingParams(max_new_tokens=24))
+        for model in (engine.model, engine.lane.speculator.model):
+            kv = model.kv
+            assert kv.free_tokens == kv.data.shape[2] * kv.page_size
     assert [o.token_ids for o in outputs] == [own_greedy(target, p, 24) for p in PROMPTS]
     assert target.config._attn_implementation == before
 

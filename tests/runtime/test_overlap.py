@@ -21,13 +21,19 @@ Q = scripts.random_law(8, seed=2, near=P)
 
 
 def _run(method: str) -> dict:
-    target = ScriptedModel(P, extend_s=VERIFY_S)
-    draft = ScriptedModel(Q, extend_s=STEP_S, tree_s=TREE_STEP_S)
+    target = ScriptedModel(P, extend_s=VERIFY_S, prefill_s=0.01)
+    draft = ScriptedModel(Q, extend_s=STEP_S, tree_s=TREE_STEP_S, prefill_s=0.01)
     with scripts.engine(
         target, draft, method=method, lane="process", k=K, branches=16, ranking="noise", max_batch=1
     ) as engine:
-        engine.generate([1, 2], scripts.sampled(3, 80))
-        return engine.stats()
+        request = engine.add([1, 2] * 20, scripts.sampled(3, 80))
+        engine.step()
+        engine.stats()
+        prefill = overlap(engine.spans, "prefill", "prefill")
+        engine.reset_stats()
+        while request.finish_reason is None:
+            engine.step()
+        return engine.stats() | {"prefill_overlap": prefill}
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +44,10 @@ def runs() -> dict[str, dict]:
 def test_drafting_ahead_happens_inside_verification(runs: dict[str, dict]) -> None:
     assert runs["ssd"]["overlap"] >= 0.85
     assert runs["ssd"]["t_verify_ms"] == pytest.approx(1e3 * VERIFY_S, rel=0.15)
+
+
+def test_the_draft_prefills_while_the_target_does(runs: dict[str, dict]) -> None:
+    assert all(its["prefill_overlap"] >= 0.8 for its in runs.values())
 
 
 def test_ssd_is_faster_than_sd_by_theorem_7(runs: dict[str, dict]) -> None:
