@@ -49,6 +49,7 @@ register(
         name="row_stats",
         summary="max, argmax, log-normaliser and cutoff of each row",
         gate="tests/kernels/test_distribution.py::test_kernel_matches_reference_and_law",
+        binaries=r"^row_(scan|merge)_kernel-plain-bf16$",
         shapes=(
             {"R": 8, "V": V, "T": 1.0},
             {"R": 8, "V": V, "T": 0.7},
@@ -67,6 +68,7 @@ register(
         summary="one token per row, its log q, the top-F ids",
         # The op's own comparison takes minutes in the interpreter; this is one small shape of it.
         gate="tests/bench/test_registry.py::test_ours_equals_the_torch_provider[saguaro_sample]",
+        binaries=r"^row_(scan|merge)_kernel-top32-bf16$",
         shapes=(
             {"R": 8, "V": V, "T": 1.0, "F": 8},
             {"R": 1, "V": V, "T": 1.0, "F": 32},
@@ -83,6 +85,13 @@ register(
         limit=1.05,
     )
 )
+
+
+_BINARIES = {
+    "block": "(block|token)", "block-close": "(block|token)", "hsd": "(block|token)",
+    "greedy": "token(-one-hot)?",
+}  # fmt: skip
+"""Of a rule: what counts rows is the same for token and block."""
 
 
 def _verify_case(
@@ -102,6 +111,7 @@ def _verify_case(
             name=f"verify.{rule}",
             summary=summary or f"accepted drafts and the extra token, {rule}",
             gate=gate,
+            binaries=rf"^verify-(stats|mass|extra)-{_BINARIES.get(rule, rule)}-bf16$",
             shapes=tuple(
                 {"B": B, "K": 7, "V": V, "T": T, "rule": law, **extra}
                 for B in (1, 8)
@@ -135,6 +145,7 @@ register(
         name="predict_outcomes",
         summary="the M most promising (k, extra) of each request",
         gate="tests/kernels/test_outcomes.py::test_rankings_and_allocations",
+        binaries=r"^predict_outcomes_.*(auto-bf16|best)$",
         shapes=(
             {"B": 1, "K": 7, "V": V, "M": 24, "T": 1.0},
             {"B": 8, "K": 7, "V": V, "M": 24, "T": 1.0},
@@ -158,6 +169,7 @@ register(
         name="tree_attention",
         summary="one query per branch over the shared trunk and its own keys",
         gate="tests/kernels/test_tree_attention.py::test_every_draft_length_and_step",
+        binaries=r"^tree_attention(-tree-M24-G8-D128-bf16|_merge)",
         shapes=(
             {"B": 1, "M": 24, "K": 7, "L": 1024, "Hq": 32, "Hkv": 8, "D": 64},
             {"B": 1, "M": 24, "K": 7, "L": 8192, "Hq": 32, "Hkv": 8, "D": 64},
@@ -176,6 +188,7 @@ register(
         name="tree_attention.chain",
         summary="the K + 1 queries of a verification: causal, over the trunk",
         gate="tests/kernels/test_tree_attention.py::test_decode_verification_and_prefill",
+        binaries=r"^tree_attention(-verify-.*bf16|_merge)",
         shapes=(
             # Pages of 256 slots, the least that flash-attn takes.
             {"B": 1, "K": 7, "L": 1024, "Hq": 32, "Hkv": 8, "D": 128, "page": 256},
@@ -199,6 +212,7 @@ register(
         name="promote_branch",
         summary="the hit branch's keys and values, copied into the trunk",
         gate="tests/kernels/test_promotion.py::test_hits_move_and_nothing_else",
+        binaries=r"^promote_branch-K5-bf16$",
         shapes=(
             {"B": 1, "M": 24, "K": 7, "layers": 16, "Hkv": 8, "D": 64},
             {"B": 8, "M": 24, "K": 7, "layers": 16, "Hkv": 8, "D": 64},
@@ -216,6 +230,7 @@ register(
         name="cache_lookup",
         summary="is the outcome prepared? its slot and its chain",
         gate="tests/kernels/test_cache.py::test_random_keys_against_a_dict",
+        binaries=r"^cache_lookup",
         shapes=({"B": 32, "M": 24, "K": 7}, {"B": 1, "M": 24, "K": 7}),
         inputs=cache_inputs,
         providers=_ours(lookup_op),
@@ -230,6 +245,7 @@ register(
         name="cache_insert",
         summary="the prepared chains of a round, into the table",
         gate="tests/kernels/test_cache.py::test_random_keys_against_a_dict",
+        binaries=r"^cache_insert",
         shapes=({"B": 32, "M": 24, "K": 7}, {"B": 1, "M": 24, "K": 7}),
         inputs=cache_inputs,
         providers=_ours(insert_op),
@@ -244,6 +260,7 @@ register(
         name="residual",
         summary="the row that a refused draft is replaced from, for users who want it",
         gate="tests/kernels/test_residual.py::test_kernel_equals_reference",
+        binaries=r"^residual-(stats|mass|probs)-.*bf16$",
         shapes=({"R": 4, "V": V, "T": 1.0}, {"R": 4, "V": V, "T": 0.7}),
         inputs=residual_inputs,
         providers=_ours(residual_op),
@@ -258,6 +275,7 @@ register(
         name="sample_geometric",
         summary="a token drawn from the mean of draft and residual, and the row it came from",
         gate="tests/kernels/test_sampling.py::test_geometric_mean_of_draft_and_residual",
+        binaries=r"^(geometric_row_kernel|residual-(stats|mass)-bf16)$",
         shapes=({"R": 4, "V": V, "T": 1.0},),
         inputs=geometric_inputs,
         providers=_ours(geometric_op),
@@ -273,6 +291,7 @@ register(
         name="chain_layout",
         summary="positions and slots of the last token and its drafts",
         gate="tests/kernels/test_tree.py::test_chain_is_its_definition",
+        binaries=r"^layout-chain$",
         shapes=({"B": 8, "K": 7},),
         inputs=chain_layout_inputs,
         providers=_ours(chain_layout_op),
@@ -286,6 +305,7 @@ register(
         name="tree_layout",
         summary="positions and slots of all branches for all steps",
         gate="tests/kernels/test_tree.py::test_tree_is_its_definition",
+        binaries=r"^layout-tree$",
         shapes=({"B": 8, "M": 24, "K": 7},),
         inputs=layout_inputs,
         providers=_ours(layout_op),
@@ -299,6 +319,7 @@ register(
         name="ngram_propose",
         summary="what followed the longest earlier match of a request's last tokens",
         gate="tests/kernels/test_ngram.py::test_random_texts",
+        binaries=r"^ngram_propose",
         shapes=({"B": 8, "N": 4096, "K": 7},),
         inputs=ngram_inputs,
         providers=_ours(ngram_op),
@@ -312,6 +333,7 @@ register(
         name="allocate_fan_out",
         summary="branches by accepted length, in proportion to P(k)^(1/(1+r))",
         gate="tests/kernels/test_outcomes.py::TestAllocateFanOut",
+        binaries=r"^allocate_fan_out$",
         shapes=({"B": 8, "K": 7, "M": 24},),
         inputs=fan_out_inputs,
         providers=_ours(fan_out_op),

@@ -22,7 +22,7 @@ from typing import Any
 
 from saguaro_runtime import EngineConfig, SamplingParams
 from saguaro_runtime.demo_measure import AssistedRun, Batch, Pair, Run, measure, opened
-from saguaro_runtime.demo_report import Variant, machine, predict, versions
+from saguaro_runtime.demo_report import Variant, predict, versions
 
 from . import report
 from .equality import chat_prompts, code_prompts
@@ -203,7 +203,7 @@ def main(arguments: Sequence[str]) -> int:
     for row in run(pair, prompts, options):
         rows.append(row)
         if options.json:
-            found = {"machine": machine(), "versions": versions(), "dtype": dtype}
+            found = {"machine": report.machine(), "versions": versions(), "dtype": dtype}
             found |= {"tokens": options.tokens, "k": options.k, "branches": options.branches}
             rows_json = [asdict(its) for its in rows]
             options.json.write_text(json.dumps(found | {"rows": rows_json}, indent=1) + "\n")

@@ -29,6 +29,8 @@ from saguaro_kernels.errors import ConfigError
 from saguaro_runtime import Engine, EngineConfig, Output, SamplingParams
 from saguaro_runtime.compare import Comparison, compare_texts
 
+from .report import machine
+
 CHAT = Path(__file__).with_name("data") / "chat.json"
 HUMAN_EVAL_FIRST = 120
 """No training data of the shipped draft comes from the HumanEval problems from here on."""
@@ -193,6 +195,7 @@ def main(arguments: Sequence[str]) -> int:
     prompts = chat_prompts(tokenizer, options.prompts - half) + code_prompts(tokenizer, half)
     report = Equality(target, draft, prompts, options.tokens).report() | {
         "date": datetime.date.today().isoformat(),
+        "machine": machine(),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

@@ -36,6 +36,8 @@ class Case:
     bound: Callable[[Shape, int], float]
     """Bytes, from the shape and the size of a logit (or key) in bytes."""
     flops: Callable[[Shape], float] = field(default=lambda shape: 0.0)
+    binaries: str = ""
+    """Its kernels among the names of `bench compile`, as a regular expression."""
     limit: float = 1.15
     launches: int = 2
     quick: int = 1

@@ -8,10 +8,11 @@ import platform
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from saguaro_runtime import demo_report
 
 HERE = Path(__file__).parent
 BANDWIDTHS = {"H100 SXM": 3.35e12, "H200": 4.8e12, "A100 80GB": 2.04e12, "MI300X": 5.3e12}
@@ -78,7 +79,8 @@ def traffic_table(results: Sequence[Result], machine: str) -> str:
         )
     notes = sorted({f"{r.case}: {r.note}" for r in results if r.note})
     footer = (
-        "Bytes are requested bytes. 'predicted us' = bytes moved / "
+        "MB bound is the least that any implementation moves, ratio what is moved over it; ours is "
+        "held to a limit.\nBytes are requested bytes. 'predicted us' = bytes moved / "
         f"{BANDWIDTHS[machine] / 1e12:g} TB/s ({machine}): a prediction, nothing was timed."
     )
     return "\n".join([table(headers, rows), *notes, footer])
@@ -138,15 +140,14 @@ def peer_table(results: Sequence[Result]) -> str:
     return table(*peer_rows(results))
 
 
-def machine() -> dict[str, str]:
-    """Where and with what the numbers were taken."""
-    found = {"date": date.today().isoformat(), "python": platform.python_version()}
+def machine() -> dict[str, Any]:
+    """Where, when and with what the numbers were taken."""
+    found = demo_report.machine() | {"python": platform.python_version()}
     for package in ("torch", "triton", "transformers"):
         found[package] = version(package)
     import torch
 
     found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    found["cpu"] = platform.processor() or platform.machine()
     git = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
     )

@@ -65,6 +65,9 @@ def kernels(options: argparse.Namespace, *, beside_peers: bool = False) -> int:
         print(report.traffic_table(results, options.machine))
     if beside_peers:
         print(f"\n{report.peer_table(results)}")
+    failed = False
+    if results and not on_gpu and not beside_peers and not options.quick and not options.no_gate:
+        failed = _binaries([case for case in chosen if case.gate not in red])
     if options.base:
         print(_compare(results, options))
     for case in chosen:
@@ -79,7 +82,7 @@ def kernels(options: argparse.Namespace, *, beside_peers: bool = False) -> int:
     ):
         if path and results:
             write(path, results)
-    return int(bool(red) or any(_bad(result) for result in results))
+    return int(bool(red) or failed or any(_bad(result) for result in results))
 
 
 def _measure(case: Case, options: argparse.Namespace, roof: float | None) -> list[report.Result]:
@@ -97,6 +100,18 @@ def _measure(case: Case, options: argparse.Namespace, roof: float | None) -> lis
         else:
             results += measure.measure_traffic(case, shape, dtype, options.machine, names)
     return results
+
+
+def _binaries(measured: Sequence[Case]) -> bool:
+    """Print the registers and spills of the cases' kernels; True if one fails to compile."""
+    pattern = "|".join(case.binaries for case in measured if case.binaries)
+    if not pattern:
+        return False
+    print(
+        "\nTheir binaries for sm_90 (python -m bench compile has all, for four targets):",
+        flush=True,
+    )
+    return _process("compile", [pattern, "--targets", "sm_90", "--jobs", "1"]) != 0
 
 
 def _bad(result: report.Result) -> bool:

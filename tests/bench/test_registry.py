@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import torch
 
 from bench import __main__ as command
 from bench import cases, measure, report, run
+from bench.compile import discover
 from bench.registry import CASES, Case, register, select, shape_id
 from bench.systems import SYSTEM, System
 
@@ -41,6 +43,14 @@ SMALL = {
     "ngram_propose": {"B": 2, "N": 64, "K": 3},
     "allocate_fan_out": {"B": 2, "K": 3, "M": 8},
 }
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
+    """What would be compiled beside the traffic; tests/bench/test_compile.py does compile."""
+    asked: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(run, "_process", lambda name, its: asked.append((name, list(its))) or 0)
+    return asked
 
 
 def _run(*arguments: str) -> int:
@@ -81,7 +91,10 @@ def test_hsd_is_block() -> None:
     """The gate of verify.hsd: the same verdicts, out of the same bytes."""
     rows = {}
     for name in ("hsd", "block"):
-        case, shape = CASES[f"verify.{name}"], {**SMALL["verify.block"], "B": 3, "rule": name}
+        case, shape = (
+            CASES[f"verify.{name}"],
+            {**SMALL["verify.block"], "B": 2, "V": 1024, "rule": name},
+        )
         inputs = case.inputs(shape, torch.float32, "cpu")
         verdict = measure.outputs(inputs, case.providers["ours"](inputs))
         (result,) = measure.measure_traffic(case, shape, torch.float32, "H100 SXM", ["ours"])
@@ -92,7 +105,13 @@ def test_hsd_is_block() -> None:
     assert '**"hsd" is block.**' in theory.partition("## The rules")[2]
 
 
-def test_the_tables_are_printed_and_written(tmp_path, capsys, monkeypatch) -> None:
+def test_every_case_knows_its_binaries() -> None:
+    names = [case[0] for case in discover()]
+    for case in CASES.values():
+        assert any(re.search(case.binaries, name) for name in names) and case.binaries, case.name
+
+
+def test_the_tables_are_printed_and_written(tmp_path, capsys, monkeypatch, compiled) -> None:
     monkeypatch.setattr(measure, "gates", lambda nodes: {})
     files = {kind: tmp_path / f"out.{kind}" for kind in ("csv", "json", "png")}
     code = _run(
@@ -103,10 +122,12 @@ def test_the_tables_are_printed_and_written(tmp_path, capsys, monkeypatch) -> No
     out = capsys.readouterr().out
     assert code == 0
     assert "MB bound" in out and "prediction, nothing was timed" in out
+    line = [CASES["promote_branch"].binaries, "--targets", "sm_90", "--jobs", "1"]
+    assert compiled == [("compile", line)] and "binaries for sm_90" in out
     results = report.read_json(files["json"])
     assert [r.provider for r in results] == ["ours", "torch"]
     assert results[0].p50_us is None
-    assert {"torch", "triton", "commit", "date"} <= set(
+    assert {"torch", "triton", "commit", "date", "processor", "cores"} <= set(
         json.loads(files["json"].read_text())["machine"]
     )
     assert files["csv"].read_text().count("\n") == 3
@@ -119,7 +140,7 @@ def test_a_red_gate_prints_no_ratio_and_fails(capsys, monkeypatch) -> None:
     assert _run("promote_branch", "--quick") == 1
     out = capsys.readouterr().out
     assert "RED promote_branch" in out
-    assert "ours" not in out
+    assert "  ours  " not in out
 
 
 def test_the_gate_is_the_named_test(tmp_path, monkeypatch) -> None:
