@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .cli import add_engine_options, add_model_options, add_sampling_options, check_models
+
+if TYPE_CHECKING:
+    from .requests import Output
 
 EXAMPLES = """\
   saguaro generate --target ./llama-8b --draft ./llama-1b --prompt "Why is the sky blue?"
   saguaro generate --target ./llama-8b --draft ./llama-1b --raw --prompt "def fib(n):" --stats
   cat question.txt | saguaro generate --target ./llama-8b --draft ./llama-1b --prompt -
   saguaro generate --target ./llama-8b --method ar --prompt "Hello"      plain decoding
+  saguaro generate --target ./llama-8b --draft ./llama-1b --prompt "Hello" --json | jq .usage
   saguaro generate --target ./llama-8b --draft ./llama-1b --prompt "Hello" --plot rounds.png
 """
 
@@ -23,6 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt", action="append", required=True, metavar="TEXT", help="repeatable; - reads stdin"
     )
     parser.add_argument("--raw", action="store_true", help="no chat template around the prompt")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object per prompt, not the text"
+    )
     parser.add_argument(
         "--stats", action="store_true", help="print what the rounds did, at the end"
     )
@@ -54,9 +62,12 @@ def run(args: argparse.Namespace) -> int:
     with Engine(args.target, args.draft, config) as engine:
         for number, prompt in enumerate(args.prompt):
             text = sys.stdin.read() if prompt == "-" else prompt
+            ids = encode(engine.tokenizer, text, chat=not args.raw)
+            if args.json:
+                print(_record(engine.generate(ids, params)[0]), flush=True)
+                continue
             if number:
                 print()
-            ids = encode(engine.tokenizer, text, chat=not args.raw)
             for piece in engine.stream(ids, params):
                 print(piece, end="", flush=True)
             print(flush=True)
@@ -74,6 +85,17 @@ def encode(tokenizer: Any, text: str, *, chat: bool) -> list[int]:
         text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
         return list(tokenizer(text, add_special_tokens=False).input_ids)
     return list(tokenizer(text).input_ids)
+
+
+def _record(output: Output) -> str:
+    its = {
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "usage": output.usage,
+        "metrics": output.metrics,
+    }
+    return json.dumps(its, ensure_ascii=False)
 
 
 def _summary(stats: dict[str, Any]) -> str:

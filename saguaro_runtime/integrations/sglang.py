@@ -21,6 +21,8 @@ from saguaro_kernels.errors import ConfigError, UnsupportedError
 from saguaro_kernels.verification.contract import Inputs
 from saguaro_kernels.verification.op import run
 
+from .replace import replace
+
 ALGORITHM = "SAGUARO"
 _REPLACED = {
     "tree_speculative_sampling_target_only": "tree_speculative_sampling_target_only",
@@ -81,7 +83,7 @@ def use_saguaro_verify() -> list[str]:
     """Replace SGLang's verification wherever it has been imported; returns what was replaced.
 
     Raises:
-        UnsupportedError: none of its modules has it.
+        UnsupportedError: none of its modules has it, or one with other arguments.
     """
     replaced = []
     for path, module in list(sys.modules.items()):
@@ -89,7 +91,7 @@ def use_saguaro_verify() -> list[str]:
             continue
         for name, ours in _REPLACED.items():
             if callable(vars(module).get(name)):
-                setattr(module, name, globals()[ours])
+                replace(module, name, globals()[ours])
                 replaced.append(f"{path}.{name}")
     if not replaced:
         names = ", ".join(_REPLACED)

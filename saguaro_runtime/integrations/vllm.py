@@ -23,6 +23,7 @@ from saguaro_kernels._launch import Impl
 from saguaro_kernels.compat import rejection_sample as compat_rejection_sample
 from saguaro_kernels.errors import UnsupportedError
 
+from .replace import replace
 from .vllm_proposer import SaguaroProposer
 
 __all__ = [
@@ -55,7 +56,7 @@ def use_saguaro_verify() -> list[str]:
     """Replace `rejection_sample` in vLLM's runners; returns the modules that have it now.
 
     Raises:
-        UnsupportedError: neither runner is there.
+        UnsupportedError: neither runner is there, or one whose function has other arguments.
     """
     replaced = []
     for path, ours in RUNNERS:
@@ -64,7 +65,7 @@ def use_saguaro_verify() -> list[str]:
         except ModuleNotFoundError:
             continue
         if hasattr(module, "rejection_sample"):
-            setattr(module, "rejection_sample", globals()[ours])  # noqa: B010
+            replace(module, "rejection_sample", globals()[ours])
             replaced.append(path)
     if not replaced:
         names = ", ".join(path for path, _ in RUNNERS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import json
 import os
 import signal
 import subprocess
@@ -159,6 +160,22 @@ def test_generate_prints_the_engines_text(
         prompts = [encode(engine.tokenizer, text, chat=True) for text in ("he 42", "then")]
         expected = [out.text for out in engine.generate(prompts, SamplingParams(12))]
     assert captured.out == expected[0] + "\n\n" + expected[1] + "\n"
+
+
+def test_generate_prints_objects_for_machines(
+    model: str, capsys: pytest.CaptureFixture[str], fast: None
+) -> None:
+    line = ["generate", "--target", model, "--method", "ar", "--max-new-tokens", "5", "--json"]
+    assert cli.main([*line, "--prompt", "he", "--prompt", "then"]) == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    with Engine(model, None, EngineConfig(method="ar")) as engine:
+        for its, text in ((first, "he"), (second, "then")):
+            [output] = engine.generate(
+                [encode(engine.tokenizer, text, chat=True)], SamplingParams(5)
+            )
+            assert (its["text"], its["token_ids"]) == (output.text, output.token_ids)
+            assert its["usage"] == output.usage and its["finish_reason"] == output.finish_reason
+            assert its["metrics"]["tokens"] == len(output.token_ids)
 
 
 def test_generate_reads_a_raw_prompt_from_stdin(

@@ -98,6 +98,14 @@ def test_lossy_thresholds_are_refused() -> None:
         sglang.tree_speculative_sampling_target_only(**case, threshold_single=0.5)
 
 
+def theirs(
+    predicts, accept_index, accept_token_num, candidates, retrive_index, retrive_next_token,
+    retrive_next_sibling, uniform_samples, uniform_samples_for_final_sampling, target_probs,
+    draft_probs, threshold_single=1.0, threshold_acc=1.0, deterministic=True,
+):  # fmt: skip
+    """The arguments of sgl_kernel.tree_speculative_sampling_target_only."""
+
+
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """Stand-ins for SGLang's registry, its algorithms and a module with its verification."""
@@ -159,7 +167,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
             "get_spec": lambda name: registry.get(name.upper()),
         },
         "sglang.srt.speculative.eagle_info": {
-            "tree_speculative_sampling_target_only": lambda: "theirs",
+            "tree_speculative_sampling_target_only": theirs,
         },
     }
     for name, contents in modules.items():
@@ -178,8 +186,8 @@ def test_the_algorithm_is_standalone_with_our_verification(engine: SimpleNamespa
     assert not algorithm.supports_ragged_verify()
     assert algorithm.create_worker(SimpleNamespace()) == ("worker of", "STANDALONE")
     eagle_info = sys.modules["sglang.srt.speculative.eagle_info"]
-    theirs = "tree_speculative_sampling_target_only"
-    assert getattr(eagle_info, theirs) is sglang.tree_speculative_sampling_target_only
+    name = "tree_speculative_sampling_target_only"
+    assert getattr(eagle_info, name) is sglang.tree_speculative_sampling_target_only
 
 
 def test_server_args_that_are_not_lossless_are_refused(engine: SimpleNamespace) -> None:

@@ -175,10 +175,26 @@ def test_second_runner_layout() -> None:
         second([1], 1, watermark_key=3)
 
 
+def theirs_v1(
+    draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs,
+    target_logits, bonus_token_ids, sampling_metadata,
+):  # fmt: skip
+    """The arguments of vllm.v1.sample.rejection_sampler.rejection_sample."""
+
+
+def theirs_v2(
+    target_logits, draft_logits, draft_sampled, cu_num_logits, pos, idx_mapping,
+    expanded_idx_mapping, expanded_local_pos, temperature, seed, num_speculative_steps,
+    synthetic_conditional_rates=None, use_fp64=False, use_block_verification=False,
+):  # fmt: skip
+    """Those of the second runner's function."""
+
+
 def test_the_plugin_acts_only_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     runners = {path: ModuleType(path) for path, _ in vllm.RUNNERS}
+    both = dict(zip(runners, (theirs_v1, theirs_v2), strict=True))
     for path, module in runners.items():
-        module.rejection_sample = "theirs"
+        module.rejection_sample = both[path]
         parts = path.split(".")
         for end in range(1, len(parts)):
             parent = ".".join(parts[:end])
@@ -190,12 +206,17 @@ def test_the_plugin_acts_only_where_it_is_named(monkeypatch: pytest.MonkeyPatch)
         if value is not None:
             monkeypatch.setenv("VLLM_PLUGINS", value)
         vllm.register()
-        assert {its.rejection_sample for its in runners.values()} == {"theirs"}
+        assert {path: its.rejection_sample for path, its in runners.items()} == both
     monkeypatch.setenv("VLLM_PLUGINS", "others, saguaro")
     vllm.register()
     first, later = runners.values()
     assert first.rejection_sample is vllm.rejection_sample
     assert later.rejection_sample is vllm.rejection_sample_v2
+    for changed in (lambda draft_token_ids, tree: None, lambda num_draft_tokens: None):
+        first.rejection_sample = changed
+        with pytest.raises(UnsupportedError, match="place"):
+            vllm.use_saguaro_verify()
+        assert first.rejection_sample is changed
     for path in runners:
         monkeypatch.setitem(sys.modules, path, None)
     with pytest.raises(UnsupportedError, match="vLLM"):
