@@ -191,30 +191,26 @@ class ChainStore:
         return lengths and bool(((tokens >= 0) & (tokens < self.logits.shape[-1]))[used].all())
 
     def draft(self, rows: torch.Tensor, sampling: Sampling) -> Draft:
-        """The chains of `rows` as `verify` takes them, as wide as the longest."""
-        pick = _picker(rows, len(self.num_draft))
-        num_draft = pick(self.num_draft)
+        """The chains of `rows` as `verify` takes them, as wide as the longest.
+
+        Rows of the vocabulary's size stay where they are.
+        """
+        num_draft = self.num_draft[rows]
         width = int(num_draft.max())
-        beyond = torch.arange(width, device=rows.device) >= num_draft[:, None]
-        one_hot = (sampling.temperature == 0) | pick(self.one_hot)
-        downweight = pick(self.downweight)
+        step = torch.arange(width, device=rows.device)
+        one_hot = (sampling.temperature == 0) | self.one_hot[rows]
+        downweight = self.downweight[rows]
+        drawn = not bool(one_hot.all())
         return Draft(
-            tokens=pick(self.tokens)[:, :width].masked_fill(beyond, PAD),
+            tokens=self.tokens[rows, :width].masked_fill(step >= num_draft[:, None], PAD),
             num_draft=num_draft,
-            logits=None if bool(one_hot.all()) else pick(self.logits)[:, :width],
+            logits=self.logits.flatten(0, 1) if drawn else None,
+            row_index=rows[:, None] * self.logits.shape[1] + step if drawn else None,
             one_hot=one_hot,
             downweight=downweight if bool((downweight != 1).any()) else None,
             sampling=sampling,
             **{
-                name: pick(getattr(self, name))[:, :width]
+                name: getattr(self, name)[rows, :width]
                 for name in (*self.SCALARS, "cutoff_id", "scale_id")
             },
         )
-
-
-def _picker(rows: torch.Tensor, size: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Index by `rows`, as a view where they are the first ones: vocabulary rows are not copied."""
-    count = len(rows)
-    if count <= size and torch.equal(rows, torch.arange(count, device=rows.device)):
-        return lambda tensor: tensor[:count]
-    return lambda tensor: tensor[rows]
