@@ -72,14 +72,18 @@ def hit_rates(found: dict[str, Any], figure: Any) -> None:
             its = [c for c in cells if (c["pair"], c["ranking"]) == (pair, ranking)]
             its.sort(key=lambda cell: cell["temperature"])
             x, y = [c["temperature"] for c in its], [c["hit_rate"] for c in its]
-            # A share of so many rounds is known no better than this.
-            spread = [1.96 * (p * (1 - p) / max(c["rounds"], 1)) ** 0.5
-                      for p, c in zip(y, its, strict=True)]  # fmt: skip
-            axis.errorbar(x, y, yerr=spread, marker="o", capsize=3, label=ranking)
+            spreads = _spreads(y, [cell["rounds"] for cell in its])
+            axis.errorbar(x, y, yerr=spreads, marker="o", capsize=3, label=ranking)
         axis.set(title=f"{pair} draft", xlabel="temperature", ylim=(0, 1))
     settings = found["settings"]
     axes[0].set_ylabel(f"hit rate, K = {settings['k']}, {settings['branches']} branches")
     axes[-1].legend(fontsize=8, title="ranking")
+
+
+def _spreads(shares: Sequence[float], counts: Sequence[float]) -> list[float]:
+    """Half the 95 % interval of shares of so many."""
+    pairs = zip(shares, counts, strict=True)
+    return [1.96 * (p * (1 - p) / max(n, 1)) ** 0.5 for p, n in pairs]
 
 
 def downweight(found: dict[str, Any], figure: Any) -> None:
@@ -89,7 +93,11 @@ def downweight(found: dict[str, Any], figure: Any) -> None:
         its = [row for row in found["rows"] if row["ranking"] == ranking]
         its.sort(key=lambda row: row["factor"])
         x, y = [row["acceptance"] for row in its], [row["hit_rate"] for row in its]
-        axis.plot(x, y, marker="o", label=f"ranked by {ranking}")
+        judged = [row["rounds"] * (row["tokens_per_round"] - 1) / row["acceptance"] for row in its]
+        axis.errorbar(
+            x, y, xerr=_spreads(x, judged), yerr=_spreads(y, [row["rounds"] for row in its]),
+            marker="o", linewidth=0.8, capsize=2, label=f"ranked by {ranking}",
+        )  # fmt: skip
         for row in its:
             axis.annotate(f"C = {row['factor']:g}", (row["acceptance"], row["hit_rate"]),
                           fontsize=7, textcoords="offset points", xytext=(4, 4))  # fmt: skip

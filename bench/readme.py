@@ -11,10 +11,11 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from saguaro_runtime import demo_report
 
-from . import equality, plots, report
+from . import end_to_end, equality, plots, report, scripted
 
 README = report.HERE.parent / "README.md"
 RESULTS = report.HERE / "results"
@@ -65,7 +66,36 @@ def texts(path: Path = RESULTS / "equality.json") -> str:
     return f"\n```text\n{table}\n```\n\n`python -m bench equality`, {found['date']}.\n"
 
 
-SECTIONS = {"traffic": traffic, "demo": demo, "texts": texts, "plots": plots.markdown}
+def scripted_runs(path: Path = RESULTS / "scripted.json") -> str:
+    """What `python -m bench scripted` found."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    table = scripted.render([scripted.Row(**row) for row in found["rows"]])
+    return f"\n```text\n{table}\n```\n\n`python -m bench scripted`, {_taken(found['machine'])}.\n"
+
+
+def end_to_end_runs(path: Path = RESULTS / "end_to_end.json") -> str:
+    """What `python -m bench end_to_end` found."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    table = end_to_end.render([end_to_end.Row(**row) for row in found["rows"]])
+    return (
+        f"\n```text\n{table}\n```\n\n`python -m bench end_to_end`, {found['tokens']} tokens per "
+        f"prompt, k {found['k']}, {found['branches']} branches, {found['dtype']}; "
+        f"{_taken(found['machine'])}.\n"
+    )
+
+
+def _taken(machine: dict[str, Any]) -> str:
+    return f"{machine['date']}, {machine['cores']} cores of {machine['processor']}"
+
+
+SECTIONS = {
+    "traffic": traffic,
+    "demo": demo,
+    "texts": texts,
+    "plots": plots.markdown,
+    "scripted": scripted_runs,
+    "end_to_end": end_to_end_runs,
+}
 
 
 def regenerate(text: str) -> str:

@@ -33,7 +33,14 @@ HIT_RATES = {
 }  # fmt: skip
 DOWNWEIGHT = {
     "rows": [
-        {"ranking": ranking, "factor": C, "acceptance": 0.5 + C / 4, "hit_rate": 0.9 - C / 4}
+        {
+            "ranking": ranking,
+            "factor": C,
+            "acceptance": 0.5 + C / 4,
+            "hit_rate": 0.9 - C / 4,
+            "tokens_per_round": 3.0,
+            "rounds": 100,
+        }
         for ranking in ("probability", "noise")
         for C in (1.0, 0.5)
     ]
@@ -85,9 +92,12 @@ def test_hit_rate_against_temperature_per_ranking() -> None:
 
 def test_acceptance_against_hit_rate_over_c() -> None:
     (axis,) = _figure("downweight").axes
-    assert [line.get_xydata().tolist() for line in axis.get_lines()] == [
-        [[0.625, 0.775], [0.75, 0.65]]
-    ] * 2
+    for box in axis.containers:
+        assert box.lines[0].get_xydata().tolist() == [[0.625, 0.775], [0.75, 0.65]]
+    assert [box.get_label() for box in axis.containers] == [
+        "ranked by probability",
+        "ranked by noise",
+    ]
     assert {text.get_text() for text in axis.texts} == {"C = 1", "C = 0.5"}
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 
 from bench import __main__ as command
-from bench import readme, report
+from bench import end_to_end, readme, report, scripted
 
 OURS = report.Result(
     "verify.token", "ours", "B1-K7-V128256-T0.7-token", "bfloat16", 2308608, 2, 2330000, 100, 0
@@ -54,3 +56,42 @@ def test_a_stale_table_is_noticed(tmp_path, monkeypatch, capsys) -> None:
     assert "python -m bench readme" in capsys.readouterr().out
     assert command.main(["readme"]) == 0
     assert command.main(["readme", "--check"]) == 0
+
+
+def test_runs_are_shown_with_when_and_where(tmp_path) -> None:
+    machine = {"date": "2026-01-02", "cores": 2, "processor": "some cpu"}
+    row = scripted.Row("ranking", "noise / probability", 1.16, 1.15, None, (0.5, 0.7), 3.0, True)
+    path = tmp_path / "scripted.json"
+    path.write_text(json.dumps({"machine": machine, "rows": [dataclasses.asdict(row)]}))
+    shown = readme.scripted_runs(path)
+    assert (
+        "1.16" in shown and "`python -m bench scripted`, 2026-01-02, 2 cores of some cpu." in shown
+    )
+    cell = end_to_end.Row(
+        0.0,
+        1,
+        "SSD",
+        20.0,
+        (1.0, 0.9, 1.1),
+        (1.2, 1.1, 1.3),
+        1.25,
+        1.5,
+        0.5,
+        0.9,
+        10.0,
+        "4/4",
+        "on",
+    )
+    found = {"machine": machine, "rows": [dataclasses.asdict(cell)], "tokens": 48, "k": 2}
+    path.write_text(json.dumps(found | {"branches": 12, "dtype": "bfloat16"}))
+    shown = readme.end_to_end_runs(path)
+    assert "1.20 (1.10-1.30)" in shown and "48 tokens per prompt, k 2" in shown
+
+
+def test_results_say_where_when_and_from_what() -> None:
+    for name in ("traffic", "downweight", "scripted"):
+        path = readme.RESULTS / f"{name}.json"
+        if path.exists():
+            machine = json.loads(path.read_text())["machine"]
+            assert {"date", "python", "torch", "triton", "commit", "device"} <= set(machine), name
+            assert re.fullmatch("[0-9a-f]{40}", machine["commit"])
