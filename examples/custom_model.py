@@ -24,8 +24,8 @@ class Bigram:
     def release(self, row: int) -> None:
         """It has ended."""
 
-    def prefill(self, row: int, tokens: torch.Tensor) -> None:
-        """Take in a prompt."""
+    def prefill(self, row: int, tokens: torch.Tensor, start: int = 0) -> None:
+        """Take in a prompt, or the piece of it that begins at `start`."""
 
     def extend(self, rows: torch.Tensor, tokens: torch.Tensor, trunk_len: torch.Tensor):
         """Feed tokens [B, Q] behind trunk_len [B]; logits [B, Q, V]."""
