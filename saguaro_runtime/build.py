@@ -15,6 +15,7 @@ from saguaro_kernels.errors import ConfigError, UnsupportedError
 from .config import EngineConfig
 from .lanes import InlineLane, Lane, ProcessLane
 from .models import Model, as_model
+from .round import vocab_map_of
 from .speculator import Speculator
 
 _PAGE = 64
@@ -63,6 +64,11 @@ def build_lane(draft: Any, target: Built, config: EngineConfig) -> Lane | None:
         check_same_tokenizer(str(draft), target.tokenizer)
         draft = load_draft(str(draft), target.source)
     _check_device("draft", draft)
+    draft_vocab, ids = _vocabulary(draft)
+    if ids is not None and int(ids[-1]) >= target.model.vocab_size:
+        raise ConfigError(
+            f"draft: its vocabulary has id {int(ids[-1])}, the target has {target.model.vocab_size}"
+        )
     options: dict[str, Any] = {
         "draft_len": config.draft_len,
         "branches": config.fan_out,
@@ -77,8 +83,6 @@ def build_lane(draft: Any, target: Built, config: EngineConfig) -> Lane | None:
     if choose_lane(config) == "inline":
         model = as_model(draft, rows=rows, tokens=tokens, impl=config.impl)
         return InlineLane(Speculator(model, rows=rows, **options))
-    head = draft.get_output_embeddings() if hasattr(draft, "get_output_embeddings") else None
-    draft_vocab = draft.vocab_size if head is None else head.weight.shape[0]
     lane = ProcessLane(
         draft,
         vocab_size=min(draft_vocab, target.model.vocab_size),
@@ -90,6 +94,8 @@ def build_lane(draft: Any, target: Built, config: EngineConfig) -> Lane | None:
         restarts=config.draft_restarts,
         speculator=options,
     )
+    if ids is not None:
+        lane.chain.vocab_map = vocab_map_of(ids, target.model.vocab_size)
     lane.wait_ready()
     return lane
 
@@ -124,6 +130,15 @@ def _check_device(name: str, model: Any) -> None:
             f"{name}: lies on {model.device}; the runtime runs models on the CPU, so move it "
             "with .to('cpu'). The ops of saguaro_kernels run on CUDA"
         )
+
+
+def _vocabulary(draft: Any) -> tuple[int, torch.Tensor | None]:
+    """How many ids a draft has logits for, and which, if they are not the target's first ones."""
+    if not hasattr(draft, "get_output_embeddings"):
+        return draft.vocab_size, getattr(draft, "vocab_ids", None)
+    from .models.draft import DRAFT_VOCAB
+
+    return draft.get_output_embeddings().weight.shape[0], getattr(draft, DRAFT_VOCAB, None)
 
 
 def _stop_ids(target: Any, tokenizer: Any) -> frozenset[int]:

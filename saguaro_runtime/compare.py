@@ -18,6 +18,7 @@ from saguaro_kernels.errors import ConfigError
 from saguaro_kernels.rng import gumbel_reference, uniform_reference
 
 from .config import EngineConfig
+from .models.draft import all_logits
 from .requests import Round, SamplingParams
 
 TIE = 1e-3
@@ -121,9 +122,7 @@ def _block_threshold(ratio: float, wanted: torch.Tensor, proposal: torch.Tensor)
 
 def _last_logits(model: Any, ids: Sequence[int]) -> torch.Tensor:
     with torch.no_grad():
-        out = model(torch.tensor([list(ids)]), logits_to_keep=1, use_cache=False)
-    logits: torch.Tensor = out.logits[0, -1].double()
-    return logits
+        return all_logits(model, torch.tensor([list(ids)]), logits_to_keep=1)[0, -1].double()
 
 
 def _law(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:

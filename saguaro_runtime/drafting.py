@@ -10,7 +10,7 @@ from saguaro_kernels._launch import Impl
 from .history import History
 from .metrics import Timeline
 from .models.protocol import Model
-from .round import Admission, Allocate, ChainStore, Decision, RowTable, Turn
+from .round import Admission, Allocate, ChainStore, Decision, RowTable, Turn, vocab_map_of
 
 
 class Drafter:
@@ -20,6 +20,8 @@ class Drafter:
         chain: what is verified next.
         fed: [rows] int64, keys each row holds of its text and the chain behind it.
         behind: some row lacks keys of its text, as nothing was drafted for a while.
+        ids: [V] int64, the target's ids that the logits' columns stand for; None for all of them.
+        last_id: the last id that the model can read.
     """
 
     def __init__(
@@ -29,6 +31,7 @@ class Drafter:
         rows: int,
         draft_len: int,
         vocab_size: int,
+        target_vocab: int,
         stream: Stream,
         impl: Impl,
         allocate: Allocate,
@@ -39,6 +42,11 @@ class Drafter:
         self.table = RowTable(rows)
         self.history = History(rows, draft_len)
         self.chain = ChainStore((rows,), draft_len, vocab_size, model.dtype, allocate)
+        self.ids: torch.Tensor | None = getattr(model, "vocab_ids", None)
+        if self.ids is not None:
+            self.chain.vocab_map = vocab_map_of(self.ids, target_vocab)
+        # A draft with a part of the target's ids still reads all of them.
+        self.last_id = (model.vocab_size if self.ids is None else target_vocab) - 1
         self.fed = torch.zeros(rows, dtype=torch.int64)
         self.behind = False
         self._held: set[int] = set()
@@ -94,7 +102,7 @@ class Drafter:
         """Make the first `count` [B] tokens of the chains a proposal that nobody drew."""
         rows, chain = turn.rows, self.chain
         # Where it leaves the draft's vocabulary it ends: a rule about the text alone.
-        legal = (chain.tokens[rows] < self.vocab_size).to(torch.int32).cumprod(1).sum(1)
+        legal = (chain.tokens[rows] <= self.last_id).to(torch.int32).cumprod(1).sum(1)
         chain.num_draft[rows] = torch.minimum(count, legal).to(torch.int32)
         chain.one_hot[rows] = count > 0
         chain.downweight[rows] = 1.0
@@ -147,12 +155,12 @@ class Drafter:
         """Feed a row the tokens of its text at positions first..end - 1."""
         if first < end:
             with self.timeline.span(name):
-                tokens = self.history.tokens[row, first:end].clamp(max=self.model.vocab_size - 1)
+                tokens = self.history.tokens[row, first:end].clamp(max=self.last_id)
                 self.model.prefill(row, tokens, first)
 
     def feed(self, rows: torch.Tensor, tokens: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
         """Feed tokens [B, N] at positions start [B] + 0..N-1; their logits [B, N, V]."""
-        tokens = tokens.clamp(max=self.model.vocab_size - 1)
+        tokens = tokens.clamp(max=self.last_id)
         return self.model.extend(rows, tokens, start.to(torch.int32))[..., : self.vocab_size]
 
     def sample(
@@ -174,5 +182,6 @@ class Drafter:
             scheme="downweight" if scaled else "plain",
             scale_f=decision.scale_f if scaled else 0,
             downweight=torch.full(rows.shape, decision.downweight) if scaled else None,
+            ids=self.ids,
             impl=self.impl,
         )

@@ -41,7 +41,8 @@ class Predictor:
         kind = kinds(temperature, chain.one_hot[rows])
         self._kind[rows], self._known[rows] = kind, True
         if self.allocation == "best":
-            known = drafted.clamp(0, drafter.vocab_size - 1)
+            columns = drafted if chain.vocab_map is None else chain.vocab_map[drafted].long()
+            known = columns.clamp(0, drafter.vocab_size - 1)
             features = self._describe(logits[:, :-1], known, temperature)
             self._features[rows] = features
             law = self.acceptance.lengths(features, kind, num_draft)
@@ -57,6 +58,7 @@ class Predictor:
             table.sampling(rows),
             table.keys(rows, turn.base),
             branches=branches,
+            ids=drafter.ids,
             ranking=turn.decision.ranking,  # type: ignore[arg-type]
             impl=drafter.impl,
             **share,

@@ -132,6 +132,13 @@ class RowTable:
         return Keys(self.seed[rows], base)
 
 
+def vocab_map_of(ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """The column of each of the target's ids, -1 where there is none: [vocab_size] int32."""
+    columns = torch.full((vocab_size,), -1, dtype=torch.int32)
+    columns[ids] = torch.arange(len(ids), dtype=torch.int32)
+    return columns
+
+
 Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
@@ -145,7 +152,12 @@ class ChainStore:
     tokens, logq, lse, cutoff, cutoff_id, scale_logit, scale_id [..., K]; logits [..., K + 1, V],
     whose row K is what the draft predicts after the whole chain; num_draft, downweight and one_hot
     (tokens that no distribution was drawn from) [...].
+
+    vocab_map: the column of each of the target's ids in `logits`, see `Draft`; None where they are
+    the same. Tokens are the target's ids.
     """
+
+    vocab_map: torch.Tensor | None = None
 
     SCALARS = ("logq", "lse", "cutoff", "scale_logit")
     IDS = ("tokens", "cutoff_id", "scale_id")
@@ -188,7 +200,8 @@ class ChainStore:
         num_draft, tokens = self.num_draft[rows], self.tokens[rows]
         used = torch.arange(tokens.shape[1]) < num_draft[:, None]
         lengths = bool(((num_draft >= 0) & (num_draft <= most)).all())
-        return lengths and bool(((tokens >= 0) & (tokens < self.logits.shape[-1]))[used].all())
+        vocab = self.logits.shape[-1] if self.vocab_map is None else len(self.vocab_map)
+        return lengths and bool(((tokens >= 0) & (tokens < vocab))[used].all())
 
     def draft(self, rows: torch.Tensor, sampling: Sampling) -> Draft:
         """The chains of `rows` as `verify` takes them, as wide as the longest.
@@ -209,6 +222,7 @@ class ChainStore:
             one_hot=one_hot,
             downweight=downweight if bool((downweight != 1).any()) else None,
             sampling=sampling,
+            vocab_map=self.vocab_map,
             **{
                 name: getattr(self, name)[rows, :width]
                 for name in (*self.SCALARS, "cutoff_id", "scale_id")

@@ -52,6 +52,7 @@ class Speculator:
             draft_len=draft_len,
             # Ids the target does not have are never drafted; ids the draft lacks are never fed.
             vocab_size=min(model.vocab_size, target_vocab or model.vocab_size),
+            target_vocab=target_vocab or model.vocab_size,
             stream=Stream.COUPLED if self.coupled else Stream.DRAFT,
             impl=impl,
             allocate=allocate,

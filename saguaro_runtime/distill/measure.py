@@ -15,6 +15,7 @@ from saguaro_kernels.errors import ConfigError
 from ..config import EngineConfig
 from ..engine import Engine
 from ..models import as_model
+from ..models.draft import all_logits
 from ..params import SamplingParams
 from ..planner import Deployment, MissLaw, plan
 from ..planner.search import interpolate
@@ -122,8 +123,7 @@ def _rows(
         ids = torch.tensor([prompt + new[:-1]])
         with torch.no_grad():
             p, q = (
-                model(ids, use_cache=False).logits[0, len(prompt) - 1 :].float()
-                for model in (target, draft)
+                all_logits(model, ids)[0, len(prompt) - 1 :].float() for model in (target, draft)
             )
         if temperature:
             yield (p / temperature).softmax(-1), (q / temperature).softmax(-1)

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 
 from saguaro_kernels.errors import ConfigError, UnsupportedError
 
-from ..models.transformers import SHARED_EMBEDDINGS, own_weights
+from ..models.draft import own_weights
+from ..models.transformers import SHARED_EMBEDDINGS
 
 FAMILIES = {
     "gpt2": "transformer.h",

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..models.transformers import own_weights
+from ..models.draft import own_weights
 from .losses import distill_losses
 from .texts import Text, last_hidden, padded
 

@@ -86,6 +86,9 @@ class SaguaroCandidateGenerator(CandidateGenerator):
         cutoffs = chain.cutoff[row, :count], chain.cutoff_id[row, :count]
         kept = is_within_reference(logits, torch.arange(logits.shape[-1]), *cutoffs)
         law = (logits / temperature).masked_fill(~kept, -torch.inf)
+        if chain.vocab_map is not None:
+            column = chain.vocab_map.long()
+            law = law[:, column.clamp(min=0)].masked_fill(column < 0, -torch.inf)
         beyond = self.vocab_size - law.shape[-1]
         return candidates, torch.nn.functional.pad(law, (0, beyond), value=-torch.inf)[None]
 

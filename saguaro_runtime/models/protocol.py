@@ -17,6 +17,8 @@ class Model(Protocol):
         vocab_size: width of the logits.
         max_length: most positions the model can hold; positions are 0..max_length-1.
         device, dtype: where logits lie and what they are.
+        vocab_ids: of a draft with fewer ids than its target, and only there: [vocab_size] int64,
+            ascending, the target's ids that the logits' columns stand for. It reads all of them.
     """
 
     vocab_size: int

@@ -30,6 +30,7 @@ from saguaro_kernels.promotion import promote_branch
 from saguaro_kernels.tree import chain_layout, tree_layout
 from saguaro_kernels.tree_attention import AttentionPlan, attention_plan, tree_attention
 
+from .draft import DRAFT_VOCAB, own_weights, restrict_vocab
 from .kv import PagedKV
 
 SHARED_EMBEDDINGS = "saguaro_shared_embeddings"
@@ -167,6 +168,7 @@ class TransformersModel:
             )
         self.model, self.impl = model.eval(), impl
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.vocab_ids: torch.Tensor | None = getattr(model, DRAFT_VOCAB, None)
         self.max_length: int = getattr(config, "max_position_embeddings", None) or 1 << 30
         self.device, self.dtype = model.device, model.dtype
         layers, kv_heads, head_dim = self._probe(config.num_hidden_layers)
@@ -365,22 +367,17 @@ def load_draft(
     weights: dict[str, torch.Tensor] = {}
     for file in sorted(Path(path).glob("*.safetensors")):
         weights |= load_file(file)
+    ids = weights.pop(DRAFT_VOCAB, None)
     missing, unexpected = model.load_state_dict(weights, strict=False)
     missing = [name for name in missing if name in own_weights(model)]
     if missing or unexpected:
         raise ConfigError(
             f"draft {path!r}: missing weights {missing[:3]}, unexpected weights {unexpected[:3]}"
         )
+    if ids is not None:
+        restrict_vocab(model, ids)
     model.eval()
     return model
-
-
-def own_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """All of a model's weights but its embedding's and its head's."""
-    outside: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
-    shared = {id(tensor) for module in outside for tensor in module.parameters()}
-    state = model.state_dict(keep_vars=True)
-    return {name: tensor for name, tensor in state.items() if id(tensor) not in shared}
 
 
 def check_same_tokenizer(draft_path: str, tokenizer: Any) -> None:

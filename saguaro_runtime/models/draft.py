@@ -1,0 +1,55 @@
+"""What a draft shares with its target, and the part of the target's ids that it has logits for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from saguaro_kernels.errors import ConfigError
+
+DRAFT_VOCAB = "saguaro_draft_vocab"
+"""Ascending ids [D] int64 among a draft's weights: it has logits for these ids of the target alone.
+
+It still reads all of the target's tokens. The loaded model has them as a buffer of this name.
+"""
+
+
+def restrict_vocab(model: PreTrainedModel, ids: torch.Tensor) -> None:
+    """Give a model logits for `ids` [D] int64 alone, ascending: rows of its head are copied.
+
+    Raises:
+        ConfigError: ids that are not ascending or that the head does not have.
+    """
+    head: Any = model.get_output_embeddings()
+    rows = head.weight.shape[0]
+    if not len(ids) or bool((ids.diff() <= 0).any()) or int(ids[0]) < 0 or int(ids[-1]) >= rows:
+        raise ConfigError(f"{DRAFT_VOCAB}: want ascending ids of 0..{rows - 1}")
+    part = torch.nn.Linear(head.in_features, len(ids), bias=head.bias is not None, device="meta")
+    ids = ids.to(head.weight.device)
+    part.weight = torch.nn.Parameter(head.weight.detach()[ids], requires_grad=False)
+    if head.bias is not None:
+        part.bias = torch.nn.Parameter(head.bias.detach()[ids], requires_grad=False)
+    model.set_output_embeddings(part)
+    model.register_buffer(DRAFT_VOCAB, ids, persistent=False)
+
+
+def all_logits(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    """A plain forward's logits over all of the target's ids, -inf where a draft has none."""
+    logits: torch.Tensor = model(ids, use_cache=False, **options).logits
+    columns = getattr(model, DRAFT_VOCAB, None)
+    if columns is None:
+        return logits
+    embedding: Any = model.get_input_embeddings()
+    full = logits.new_full((*logits.shape[:-1], embedding.weight.shape[0]), -torch.inf)
+    full[..., columns] = logits
+    return full
+
+
+def own_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """All of a model's weights but its embedding's and its head's."""
+    outside: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    shared = {id(tensor) for module in outside for tensor in module.parameters()}
+    state = model.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if id(tensor) not in shared}
