@@ -11,7 +11,8 @@ import torch
 import oracles
 from bench.traffic import Meter
 from saguaro_kernels import Sampling, ShapeError, Status, residual
-from saguaro_kernels.residual import Residual
+from saguaro_kernels.residual import Residual, _residual_launch
+from saguaro_kernels.verification.launch import VerifyConfig
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -83,6 +84,25 @@ def test_equal_rows_and_rows_without_a_law() -> None:
     torch.testing.assert_close(expected.probs[0], target[0].softmax(0))
     best = int(target[1].nan_to_num(-math.inf).argmax())
     assert expected.probs[1].argmax() == best and expected.probs[2, 0] == 1
+
+
+@pytest.mark.parametrize("config", [VerifyConfig(512, 3), VerifyConfig(8192, 32)])
+def test_neither_blocks_nor_neighbours_matter(config: VerifyConfig) -> None:
+    """Poisoned outputs, other tiles, another order of the rows: the same residual."""
+    target, draft = rows(3, 5000, 4990, seed=4)
+    sampling = Sampling(torch.tensor([1.0, 0.0, 0.7]), torch.tensor([0, 0, 50], dtype=torch.int32))
+    options = {"target_sampling": sampling, "draft_sampling": sampling}
+    expected = residual(target, draft, **options, impl="triton")
+    order = torch.tensor([2, 0])
+    some = Sampling(sampling.temperature[order], sampling.top_k[order])
+    out = Residual(
+        torch.full((2, 5000), math.nan), torch.full((2,), math.nan),
+        torch.full((2,), -77, dtype=torch.int32),
+    )  # fmt: skip
+    _residual_launch(target[order], draft[order], some, some, None, out, config=config)
+    close(out, Residual(expected.probs[order], expected.mass[order], expected.status[order]))
+    again = residual(target[order], draft[order], target_sampling=some, draft_sampling=some)
+    assert torch.equal(again.probs, expected.probs[order])
 
 
 def test_registration_errors_and_cost() -> None:

@@ -136,6 +136,9 @@ def test_kernel_matches_reference(rows, vocab, dtype, scheme, device):
     got = saguaro_sample(logits, sampling, keys, offset=3, impl="triton", **options)
     want = saguaro_sample(logits, sampling, keys, offset=3, impl="reference", **options)
     assert_same_sample(got, want)
+    given = {name: value for name, value in options.items() if name != "scheme"}
+    exact = saguaro_sample_reference(logits.double(), sampling, keys, offset=3, **given)
+    assert torch.equal(exact.tokens, got.tokens)
     assert torch.equal(logits.nan_to_num(nan=77.0), before.nan_to_num(nan=77.0))
     assert ((got.tokens >= 0) & (got.tokens < vocab)).all()
 

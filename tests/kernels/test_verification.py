@@ -82,7 +82,34 @@ def test_kernel_equals_reference(
     requests: int, steps: int, vocab: int, dtype: torch.dtype, rule: str
 ) -> None:
     case = random_case(requests, steps, vocab, dtype, temperature=0.9, seed=vocab % 1000)
-    assert (both(case, rule=rule).status == Status.OK).all()
+    expected = both(case, rule=rule)
+    assert (expected.status == Status.OK).all()
+    exact = {**case, "target_logits": case["target_logits"].double()}
+    assert_equal(verify_reference(**exact, rule=rule), expected)
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+def test_kinds_of_rows(rule: str) -> None:
+    """Half forbidden, one-hot, all equal, tied, spread over +-1e4; on both sides."""
+    vocab, generator = 4200, torch.Generator().manual_seed(20)
+    rows = 3 * torch.randn(5, 3, vocab, generator=generator)
+    rows[0, :, ::2] = -math.inf
+    rows[1] = -math.inf
+    rows[1, :, 4199] = 2.0
+    rows[2] = -4.5
+    rows[3] = rows[3].round()
+    rows[4] *= 3e3
+    keys = Keys(torch.arange(5), torch.arange(5) + 3)
+    sampling = Sampling(torch.ones(5))
+    draft = draw_draft(rows[:, :2].roll(1, -1), torch.full((5,), 2).int(), sampling, keys)
+    case = {
+        "target_logits": rows, "draft": draft, "target_sampling": sampling, "keys": keys,
+    }  # fmt: skip
+    verdict = both(case, rule=rule)
+    assert (verdict.status == Status.OK).all()
+    assert_equal(verify_reference(**{**case, "target_logits": rows.double()}, rule=rule), verdict)
+    assert (verdict.tokens[0][verdict.tokens[0] >= 0] % 2 == 1).all()
+    assert verdict.tokens[1, 0] == 4199
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])
