@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from .cli import add_engine_options, add_model_options, add_sampling_options, check_models
@@ -96,13 +97,12 @@ class Conversation:
             print(f"{error}; /reset begins anew", file=sys.stderr)
             return
         start, text = time.monotonic(), ""
-        try:
-            while request.finish_reason is None:
+        with Interrupt() as interrupt:
+            while request.finish_reason is None and not interrupt.asked:
                 self.engine.step()
                 text += _show(request.take_text())
                 self.status.show(figures(request, time.monotonic() - start))
-        except KeyboardInterrupt:
-            self.engine.cancel(request)
+        self.engine.cancel(request)
         text += _show(request.take_text())
         print(flush=True)
         if request.error:
@@ -132,6 +132,30 @@ def figures(request: Request, seconds: float) -> str:
     if asked:
         parts.append(f"hit rate {summary['hit_rate']:.2f}")
     return ", ".join(parts)
+
+
+class Interrupt:
+    """Inside, the first Ctrl-C only asks: a round is not broken off. The second one breaks off."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __enter__(self) -> Interrupt:
+        self._before = signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _ask(self, signum: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
 
 
 class StatusLine:

@@ -36,7 +36,7 @@ class Record:
         if not (self.logits_wanted or self.scores_wanted):
             return None
         index = self._rows.tolist().index(request.row)
-        return self._logits[index, :count].float()
+        return self._logits[index, :count].to(torch.float32, copy=True)  # a buffer of the model's
 
     def close(self) -> None:
         self._verifier.model = self._model

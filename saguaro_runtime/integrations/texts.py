@@ -7,8 +7,10 @@ known again by its beginning; what follows it is the outcome of the round.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -23,6 +25,9 @@ from ..models import Model
 from ..params import SamplingParams
 from ..policy import decide
 from ..round import Admission, Turn
+
+SHARED_EMBEDDINGS = "saguaro_shared_embeddings"
+"""As in models.transformers, which is not imported for a name."""
 
 _ROOM = 512
 """Slots given to a text beyond its length; when they are used up it is prefilled anew."""
@@ -75,11 +80,12 @@ class TextDrafter:
     ) -> None:
         if config.method == "ar":
             raise ConfigError("method: got 'ar', want 'sd' or 'ssd': this only drafts")
-        # Their dice decide the extra token: a prediction from ours would predict nothing. They
-        # take chains for samples of plain logits.
-        config = dataclasses.replace(
-            config, rule="token", ranking="probability", proposal="none", downweight=1.0
-        )
+        if target is None and borrows_embedding(draft):
+            raise ConfigError(
+                f"draft {str(draft)!r}: takes its embedding from the target, which is not at hand; "
+                "want a draft with one of its own"
+            )
+        config = dataclasses.replace(config, **_OURS)
         self.config, self.max_length = config, max_length
         self.params = params or SamplingParams()
         model = cast(Model, SimpleNamespace(vocab_size=vocab_size))
@@ -171,6 +177,14 @@ class TextDrafter:
             accepted=torch.tensor([known.accepted for known in its], dtype=torch.int32),
             budget=torch.tensor(budget, dtype=torch.int32),
         )
+
+
+def borrows_embedding(draft: Any) -> bool:
+    """Whether `draft` is a folder whose embedding and head are those of its target."""
+    if not isinstance(draft, str | Path):
+        return False
+    config = Path(draft) / "config.json"
+    return config.is_file() and bool(json.loads(config.read_text()).get(SHARED_EMBEDDINGS))
 
 
 def _continues(known: _Known, text: Sequence[int]) -> bool:

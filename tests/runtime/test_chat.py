@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import tiny_models
 
 from saguaro_kernels import _launch
 from saguaro_runtime import Engine, EngineConfig, SamplingParams, build, chat, cli
-from saguaro_runtime.chat import Conversation, StatusLine
+from saguaro_runtime.chat import Conversation, Interrupt, StatusLine
 
 
 @pytest.fixture(scope="module")
@@ -70,15 +71,20 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_came(
             nonlocal steps
             steps += 1
             if steps == 4:
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)  # the round itself goes on
             return step()
 
         monkeypatch.setattr(engine, "step", interrupted)
         conversation.answer("hello")
+        assert steps == 4
         assert [message["role"] for message in conversation.messages] == ["user", "assistant"]
         assert conversation.messages[1]["content"] == capsys.readouterr().out.rstrip("\n")
         assert engine.scheduler.turn() is None  # its row is free
         monkeypatch.undo()
+    with Interrupt() as interrupt, pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.asked
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_a_template_is_used_where_there_is_one() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,6 +18,7 @@ import oracles
 import saguaro_runtime
 from saguaro_runtime import ConfigError, UnsupportedError
 from saguaro_runtime.integrations import vllm
+from saguaro_runtime.models.transformers import SHARED_EMBEDDINGS
 
 P = torch.tensor([[0.05, 0.4, 0.1, 0.25, 0.2], [0.3, 0.3, 0.2, 0.1, 0.1]]).log()
 Q = torch.tensor([0.3, 0.2, 0.1, 0.25, 0.15])
@@ -303,7 +305,10 @@ def test_the_proposer_follows_texts_through_a_changing_batch() -> None:
     drafter.close()
 
 
-def test_the_proposer_refuses_what_it_was_not_told() -> None:
+def test_the_proposer_refuses_what_it_was_not_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({SHARED_EMBEDDINGS: True}))
+    with pytest.raises(ConfigError, match="embedding"):
+        proposer(str(tmp_path)).load_model()
     with pytest.raises(ConfigError, match="draft"):
         proposer(None)
     with pytest.raises(ConfigError, match="branches"):
