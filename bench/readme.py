@@ -15,7 +15,7 @@ from typing import Any
 
 from saguaro_runtime import demo_report
 
-from . import end_to_end, equality, plots, report, scripted
+from . import end_to_end, equality, hit_rates, plots, report, scripted
 
 README = report.HERE.parent / "README.md"
 RESULTS = report.HERE / "results"
@@ -84,6 +84,17 @@ def end_to_end_runs(path: Path = RESULTS / "end_to_end.json") -> str:
     )
 
 
+def rates(path: Path = RESULTS / "hit_rates.json") -> str:
+    """What `python -m bench hit_rates` found."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    its = found["settings"]
+    return (
+        f"\n```text\n{hit_rates.summary(found)}\n```\n\n`python -m bench hit_rates`, "
+        f"{its['prompts']} prompts of {its['tokens']} tokens, k {its['k']}, {its['branches']} "
+        f"branches, rule block, {its['dtype']}; {_taken(found['machine'])}.\n"
+    )
+
+
 def _taken(machine: dict[str, Any]) -> str:
     return f"{machine['date']}, {machine['cores']} cores of {machine['processor']}"
 
@@ -95,6 +106,7 @@ SECTIONS = {
     "plots": plots.markdown,
     "scripted": scripted_runs,
     "end_to_end": end_to_end_runs,
+    "hit_rates": rates,
 }
 
 

@@ -57,6 +57,10 @@ SYSTEM: dict[str, System] = {
             full=(),
         ),
         System(
+            "hit_rates",
+            "hit rates on the demo's pair by ranking, allocation and temperature; tree steps",
+        ),
+        System(
             "equality",
             "every method's text against the target's own, in float32",
             quick=("--prompts", "2", "--tokens", "12"),

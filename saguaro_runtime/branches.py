@@ -18,7 +18,8 @@ class Branches:
     def __init__(self, drafter: Drafter, rows: int, count: int, allocation: str) -> None:
         self.drafter, self.count = drafter, count
         sizes = (drafter.draft_len, drafter.vocab_size, drafter.model.dtype)
-        self.store = ChainStore((rows, count), *sizes)
+        # The row behind a whole chain is made once the chain is in use.
+        self.store = ChainStore((rows, count), *sizes, logit_rows=drafter.draft_len)
         self.predictor = Predictor(rows, drafter.draft_len, count, allocation)
         self.cache = SpeculationCache(max(2 * rows * count, 2), max(rows * count, 1), "cpu")
         self._base = torch.full((rows,), -1, dtype=torch.int64)
@@ -85,17 +86,17 @@ class Branches:
         drafter, rows, decision = self.drafter, turn.rows, turn.decision
         draft_len, branches = decision.draft_len, decision.branches
         trunk_len = (turn.base - 1).to(torch.int32)
-        with drafter.timeline.span("predict"):
+        with drafter.timeline.span("predict", len(rows)):
             depth, extra = self.predictor.predict(turn, drafter)
         each = rows.repeat_interleave(branches, output_size=depth.numel())
         bases = (turn.base[:, None] + depth + 1).flatten()
         tokens = extra.clamp(min=0)  # unused branches
         for step in range(draft_len):
-            with drafter.timeline.span("tree_step"):
+            with drafter.timeline.span("tree_step", depth.numel()):
                 logits = drafter.model.decode_tree(rows, tokens, trunk_len, depth, draft_len, step)
                 logits = logits[..., : drafter.vocab_size]
             self.store.logits[rows, :branches, step] = logits
-            with drafter.timeline.span("sample"):
+            with drafter.timeline.span("sample", depth.numel()):
                 sample = drafter.sample(logits.flatten(0, 1), each, bases, step, decision)
             self.store.put((rows, slice(0, branches)), step, sample)
             tokens = sample.tokens.view_as(tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from saguaro_kernels.cache import fit_cache_size
 from saguaro_kernels.errors import ConfigError, UnsupportedError
 
 from .config import EngineConfig
@@ -46,6 +48,36 @@ def build_target(target: Any, config: EngineConfig, tokenizer: Any = None) -> Bu
     _check_device("target", target)
     model = as_model(target, rows=config.max_batch, tokens=tokens, impl=config.impl)
     return Built(model, target, tokenizer, _stop_ids(target, tokenizer), model.max_length)
+
+
+def fit_memory(
+    draft: Any, target: Built, config: EngineConfig
+) -> tuple[EngineConfig, dict[str, Any]]:
+    """The configuration with as many branches as `memory_limit` holds, and what they take.
+
+    Raises:
+        ConfigError: it does not hold one.
+    """
+    if not config.fan_out:
+        return config, {}
+    vocab_size, dtype = target.model.vocab_size, getattr(draft, "dtype", target.model.dtype)
+    if not isinstance(dtype, torch.dtype):
+        dtype = target.model.dtype
+    size = fit_cache_size(
+        config.max_batch,
+        config.branches,
+        config.memory_limit,
+        draft_len=config.k,
+        vocab=vocab_size,
+        logit_bytes=dtype.itemsize,
+    )
+    memory = {
+        "branches": size.branches,
+        "branches_asked": config.branches,
+        "bytes": size.row_bytes + size.table_bytes,
+        "limit": config.memory_limit,
+    }
+    return dataclasses.replace(config, branches=size.branches), memory
 
 
 def build_lane(draft: Any, target: Built, config: EngineConfig) -> Lane | None:

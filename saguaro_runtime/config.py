@@ -34,6 +34,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "allocation": ("uniform", "histogram", "best"),
     "fallback": ("auto", *(choice.value for choice in Fallback)),
     "proposal": ("ngram", "replay", "none"),
+    "policy": ("adaptive", "auto", "batch_size", "fixed"),
     "lane": ("auto", "inline", "process"),
     "impl": ("auto", "triton", "reference"),
 }
@@ -56,6 +57,10 @@ class EngineConfig:
             their number is branches / (k + 1). 1 is off, and the better choice unless the ranking
             is "probability".
         fallback: what a missed row does, see Fallback; "auto" retries at batch 1 and goes on above.
+        policy: who chooses where `fallback` is "auto": "batch_size", the batch alone (1; up to 32;
+            more); "adaptive", the crossover of measured times and hit rates; "fixed", neither.
+            "auto" also chooses k and branches, up to the values given here, and goes back to "sd"
+            or "ar" where drafting is predicted to lose; see engine.stats()["policy"].
         proposal: what a missed row gets where it goes on at once: "ngram", what followed its last
             tokens earlier in the text; "replay", the chain of another outcome of the same length;
             or "none".
@@ -64,6 +69,8 @@ class EngineConfig:
         lane: where the draft runs; "process" is a second process, "inline" this one, in turn.
         max_batch: most requests decoded at once.
         max_tokens: key-value slots of all requests together, prompts included.
+        memory_limit: bytes for the logits of all branches, None for no limit. Where they do not
+            fit, fewer branches are prepared, and engine.stats()["memory"] says how many.
         prefill_chunk: most prompt tokens taken in between two rounds, so that a long prompt does
             not hold up the texts of others.
         threads, draft_threads: CPU threads of the target and of a draft process; None shares the
@@ -86,6 +93,8 @@ class EngineConfig:
     downweight: float = 1.0
     fallback: str = "auto"
     proposal: str = "ngram"
+    policy: str = "adaptive"
+    memory_limit: int | None = None
     reproducible: bool = False
     lane: str = "auto"
     max_batch: int = 8
@@ -116,6 +125,9 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or not low <= value <= high:
                 raise ConfigError(f"{name}: got {value}, want an integer in {low}..{high}")
+        limit = self.memory_limit
+        if limit is not None and not (isinstance(limit, int) and limit > 0):
+            raise ConfigError(f"memory_limit: got {limit}, want bytes > 0, or None")
         if not 0 < self.downweight <= 1 or (self.downweight < 1 and self.rule == "coupled"):
             raise ConfigError(
                 f"downweight: got {self.downweight} with rule={self.rule!r}, want in (0, 1], and 1 "

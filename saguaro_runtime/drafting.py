@@ -89,7 +89,7 @@ class Drafter:
         for step in range(most):
             going = length > step
             its, base = rows[going], turn.base[going]
-            with self.timeline.span("draft_step"):
+            with self.timeline.span("draft_step", len(its)):
                 logits = self.feed(its, tokens[going, None], base - 1 + step)[:, 0]
                 sample = self.sample(logits, its, base, step, turn.decision)
             self.chain.put((its,), step, sample)
@@ -117,7 +117,7 @@ class Drafter:
         count = chain.num_draft[rows].to(torch.int64)
         drafted = chain.tokens[rows].gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
         tokens = torch.where(count > 0, drafted, turn.last)
-        with self.timeline.span("feed_last"):
+        with self.timeline.span("feed_last", len(rows)):
             logits = self.feed(rows, tokens[:, None], turn.base - 1 + count)[:, 0]
         chain.logits[rows, count] = logits
         self.fed[rows] = turn.base + count

@@ -20,7 +20,7 @@ import torch
 from saguaro_kernels.errors import ConfigError
 
 from .background import Background
-from .build import build_lane, build_target, share_cores
+from .build import build_lane, build_target, fit_memory, share_cores
 from .config import EngineConfig
 from .metrics import Span, Timeline
 from .params import SamplingParams
@@ -60,8 +60,9 @@ class Engine:
         config: EngineConfig = _DEFAULT,
         tokenizer: Any = None,
     ) -> None:
-        self.config = config
         built = build_target(target, config, tokenizer)
+        config, memory = fit_memory(draft, built, config)
+        self.config = config
         self.model, self.tokenizer = built.model, built.tokenizer
         self.lane = build_lane(draft, built, config)
         self._restore_threads = share_cores(config, self.lane)
@@ -71,6 +72,7 @@ class Engine:
         )
         self.scheduler = Scheduler(config, built)
         self._stats = Stats(self.scheduler, self.lane, self.timeline)
+        self._stats.memory = memory
         self._undrafted = ChainStore((config.max_batch,), 0, 1, torch.float32)
         self._held: set[int] = set()
         self._cancelled: deque[Request] = deque()
@@ -113,6 +115,7 @@ class Engine:
         judgement = self.verifier.verify(turn, draft, sampling, keys, requests)
         finished = self.scheduler.commit(turn, draft, judgement, hit)
         self.timeline.rounds(((its.row, its.rounds[-1].source) for its in requests), start)
+        self.scheduler.policy.observe(self._stats.collect(wait=False))
         self._release()
         return finished
 

@@ -24,12 +24,14 @@ _COLOURS = {"hit": "good", "miss": "bad", "late": "terrible"}
 
 
 class Span(NamedTuple):
-    """`lane` did `name` from `start` to `end`, in seconds of the monotonic clock."""
+    """`lane` did `name` from `start` to `end`, in seconds of the monotonic clock; `rows`: on so
+    many rows of tokens or logits, where that is what takes the time."""
 
     lane: str
     name: str
     start: float
     end: float
+    rows: int = 0
 
 
 class Timeline:
@@ -40,10 +42,10 @@ class Timeline:
         self.spans: deque[Span] = deque(maxlen=KEPT_SPANS)
 
     @contextlib.contextmanager
-    def span(self, name: str) -> Iterator[None]:
+    def span(self, name: str, rows: int = 0) -> Iterator[None]:
         start = time.monotonic()
         yield
-        self.spans.append(Span(self.lane, name, start, time.monotonic()))
+        self.spans.append(Span(self.lane, name, start, time.monotonic(), rows))
 
     def rounds(self, sources: Iterable[tuple[int, Source]], start: float) -> None:
         """A round that ends now, of (row, source) each: a lane per row shows hits and misses."""
@@ -192,6 +194,7 @@ class Counts:
 
     hits + misses = the rounds that asked for a prepared chain.
     tokens_after, rounds_after: accepted + 1 and rounds, by where their chain came from.
+    fallbacks: what rows that missed went on with.
     """
 
     rounds: int = 0
@@ -205,6 +208,7 @@ class Counts:
     misses_by_length: dict[int, int] = field(default_factory=dict)
     tokens_after: dict[str, int] = field(default_factory=dict)
     rounds_after: dict[str, int] = field(default_factory=dict)
+    fallbacks: dict[str, int] = field(default_factory=dict)
 
     def add_round(self, drafted: int, accepted: int, committed: int, source: Source) -> None:
         """A round of one row; where it ends the text, fewer than accepted + 1 are committed."""
@@ -216,10 +220,12 @@ class Counts:
         _count(self.tokens_after, source, accepted + 1)
         _count(self.rounds_after, source)
 
-    def add_lookup(self, accepted: int, hit: bool) -> None:
+    def add_lookup(self, accepted: int, hit: bool, fallback: str) -> None:
         self.hits += hit
         self.misses += not hit
         _count(self.hits_by_length if hit else self.misses_by_length, accepted)
+        if not hit:
+            _count(self.fallbacks, fallback)
 
     def summary(self) -> dict[str, Any]:
         """Plain numbers, ready for JSON. Rates of nothing are 0."""
@@ -238,6 +244,7 @@ class Counts:
             "accepted_lengths": dict(sorted(self.accepted_lengths.items())),
             "hits_by_length": dict(sorted(self.hits_by_length.items())),
             "misses_by_length": dict(sorted(self.misses_by_length.items())),
+            "fallbacks": dict(self.fallbacks),
             "rounds_by_source": dict(self.rounds_after),
             "tokens_per_round_after": {
                 source: self.tokens_after[source] / count

@@ -161,7 +161,7 @@ class ChainStore:
 
     SCALARS = ("logq", "lse", "cutoff", "scale_logit")
     IDS = ("tokens", "cutoff_id", "scale_id")
-    WHOLE = ("num_draft", "downweight", "one_hot", "logits")
+    WHOLE = ("num_draft", "downweight", "one_hot")
 
     def __init__(
         self,
@@ -170,7 +170,9 @@ class ChainStore:
         vocab_size: int,
         dtype: torch.dtype,
         allocate: Allocate = allocate_zeros,
+        logit_rows: int | None = None,
     ) -> None:
+        """logit_rows: default K + 1."""
         chain = (*leading, draft_len)
         self.tokens = allocate(chain, torch.int64)
         self.cutoff_id = allocate(chain, torch.int64)
@@ -182,7 +184,8 @@ class ChainStore:
         self.num_draft = allocate(leading, torch.int32)
         self.downweight = allocate(leading, torch.float32)
         self.one_hot = allocate(leading, torch.bool)
-        self.logits = allocate((*leading, draft_len + 1, vocab_size), dtype)
+        logit_rows = draft_len + 1 if logit_rows is None else logit_rows
+        self.logits = allocate((*leading, logit_rows, vocab_size), dtype)
 
     def put(self, index: tuple[torch.Tensor | slice, ...], offset: int, sample: object) -> None:
         """Store a Sample as the draft at `offset` of the chains at `index`."""
@@ -194,6 +197,7 @@ class ChainStore:
         """Copy the chains of `other` at `index` to `rows`."""
         for name in (*self.SCALARS, *self.IDS, *self.WHOLE):
             getattr(self, name)[rows] = getattr(other, name)[index]
+        self.logits[rows, : other.logits.shape[-2]] = other.logits[index]
 
     def is_legal(self, rows: torch.Tensor, most: torch.Tensor) -> bool:
         """Whether the chains of `rows` have lengths up to `most` [B] and ids of the vocabulary."""

@@ -17,7 +17,7 @@ from .build import Built
 from .config import EngineConfig
 from .metrics import Counts, Served, Source
 from .params import SamplingParams
-from .policy import decide
+from .policy import Policy
 from .processors import LogitsEditor
 from .requests import Prompt, Request, Round, TextStream
 from .round import Admission, Chunk, RowTable, Turn
@@ -32,6 +32,7 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, built: Built) -> None:
         self.config, self.built = config, built
+        self.policy = Policy(config)
         self.counts, self.served = Counts(), Served()
         self._table = RowTable(config.max_batch)
         self._waiting: deque[Request] = deque()
@@ -40,6 +41,8 @@ class Scheduler:
         """Tokens taken in of prompts that are not yet wholly."""
         self._left: list[int] = []
         self._accepted: dict[int, int] = {}
+        self._prepared: dict[int, tuple[int, int, bool]] = {}
+        """What the last round of a row prepared: k, branches, and whether it had drafts itself."""
         self._free_rows = list(range(config.max_batch))
         self._free_slots = config.max_tokens
         self._uids = itertools.count(1)
@@ -71,6 +74,7 @@ class Scheduler:
             self._free_slots -= slots
             self._running[request.row] = request
             self._accepted[request.row] = -1
+            self._prepared[request.row] = (0, 0, False)
             self._table.set(request.row, request.params)
             self._filled[request.row] = 0
 
@@ -106,7 +110,7 @@ class Scheduler:
             return None
         self._round += 1
         requests = [self._running[row] for row in rows]
-        decision = decide(self.config, len(requests))
+        decision = self.policy.decide(len(requests), [r.params.temperature for r in requests])
         room = [min(decision.draft_len, self.built.max_length - r.length) for r in requests]
         return Turn(
             number=self._round,
@@ -158,10 +162,14 @@ class Scheduler:
             source = self._source(row, found)
             committed = request.length - before
             request.rounds.append(Round(before, drafted[index], committed, source))
+            went_on = _fallback(turn, drafted[index])
             for counts in (self.counts, request.counts):
                 if source in ("hit", "miss"):
-                    counts.add_lookup(self._accepted[row], source == "hit")
+                    counts.add_lookup(self._accepted[row], source == "hit", went_on)
                 counts.add_round(drafted[index], count, committed, source)
+            self.policy.observe_row(source, drafted[index], count, self._prepared[row])
+            decision = turn.decision
+            self._prepared[row] = decision.draft_len, decision.branches, drafted[index] > 0
             self._accepted[row] = count
             if request.finish_reason is not None:
                 self._leave(request)
@@ -197,7 +205,8 @@ class Scheduler:
             return "asked"
         if found is None:
             return "late"
-        return "asked" if not self.config.fan_out else "hit" if found else "miss"
+        _, branches, _ = self._prepared[row]
+        return "asked" if not branches else "hit" if found else "miss"
 
     def _count_served(self, request: Request) -> None:
         assert request.finish_reason is not None
@@ -253,3 +262,10 @@ class Scheduler:
                 "raise it, or ask for fewer"
             )
         return request
+
+
+def _fallback(turn: Turn, drafted: int) -> str:
+    """What a row that missed went on with."""
+    if turn.decision.retry:
+        return "redrafted"
+    return "proposed" if drafted else "undrafted"

@@ -5,21 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from .lanes import Lane
-from .metrics import Counts, Served, SpanLog, Timeline, overlap
+from .metrics import Counts, Served, Span, SpanLog, Timeline, overlap
 from .prometheus import prometheus_text
 from .scheduler import Scheduler
 
 
 class Stats:
-    """The numbers of one engine. busy_s: time spent in rounds."""
+    """The numbers of one engine. busy_s: time spent in rounds; memory: what branches take."""
 
     def __init__(self, scheduler: Scheduler, lane: Lane | None, timeline: Timeline) -> None:
         self.scheduler, self.lane, self.timeline = scheduler, lane, timeline
         self.log, self.busy_s = SpanLog(), 0.0
+        self.memory: dict[str, Any] = {}
 
-    def collect(self) -> None:
-        """Take the spans of all lanes since the last time."""
-        self.log.extend(self.timeline.drain() + (self.lane.spans() if self.lane else []))
+    def collect(self, *, wait: bool = True) -> list[Span]:
+        """Take the spans of all lanes since the last time; without waiting, those at hand."""
+        spans = self.timeline.drain() + (self.lane.spans(wait=wait) if self.lane else [])
+        self.log.extend(spans)
+        return spans
 
     def reset(self) -> None:
         """Forget counts and times so far; running requests keep theirs."""
@@ -45,6 +48,8 @@ class Stats:
             "ended": dict(self.scheduler.served.reasons),
             "speculation": "off" if self.lane is None else self.lane.status,
             "draft_faults": [] if self.lane is None else list(self.lane.faults),
+            "policy": self.scheduler.policy.report(),
+            "memory": self.memory,
         }
         return counts.summary() | times | self.scheduler.load() | state
 

@@ -49,7 +49,7 @@ class Verifier:
         """Judge the turn's chains; `requests`: those of its rows, if any of them wants more than
         sampling."""
         tokens = torch.cat((turn.last[:, None], draft.tokens.clamp(min=0)), dim=1)
-        with self.timeline.span("verify"):
+        with self.timeline.span("verify", tokens.numel()):
             with self.timeline.span("target_forward"):
                 logits = self.model.extend(turn.rows, tokens, (turn.base - 1).to(torch.int32))
             edited, errors = _edit(logits, draft, requests)

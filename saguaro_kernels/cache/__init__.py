@@ -20,13 +20,14 @@ from .._launch import Impl, check_tensor, resolve_impl
 from ..errors import ConfigError
 from .kernels import compile_cases
 from .reference import Lookup, insert_reference, lookup_reference
-from .sizing import KEY_FIELDS, CacheSize, optimal_cache_size
+from .sizing import KEY_FIELDS, CacheSize, fit_cache_size, optimal_cache_size
 
 __all__ = [
     "CacheSize",
     "Lookup",
     "SpeculationCache",
     "compile_cases",
+    "fit_cache_size",
     "insert_reference",
     "lookup_reference",
     "optimal_cache_size",

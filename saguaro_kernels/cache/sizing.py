@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import ConfigError
 
@@ -52,14 +52,42 @@ def optimal_cache_size(
         )
     fan_out = (1.0 - hit_rate) ** (-1.0 / power)
     wanted = min(max_branches, math.ceil((draft_len + 1) * fan_out - 1e-9))
-    for branches in range(wanted, 0, -1):
-        rows = batch * branches
-        entries = 1 << (2 * rows - 1).bit_length()
-        row_bytes = rows * draft_len * vocab * logit_bytes
-        table_bytes = 8 * entries + rows * 8 * (KEY_FIELDS + draft_len)
-        if memory_limit is None or row_bytes + table_bytes <= memory_limit:
-            return CacheSize(branches, rows, entries, row_bytes, table_bytes, branches < wanted)
-    raise ConfigError(
-        f"memory_limit: got {memory_limit} bytes, want >= {row_bytes + table_bytes}: one branch of "
-        f"{batch} requests each (draft_len {draft_len}, vocab {vocab}, {logit_bytes} bytes a logit)"
+    return fit_cache_size(
+        batch, wanted, memory_limit, draft_len=draft_len, vocab=vocab, logit_bytes=logit_bytes
     )
+
+
+def fit_cache_size(
+    batch: int,
+    branches: int,
+    memory_limit: int | None,
+    *,
+    draft_len: int,
+    vocab: int,
+    logit_bytes: int = 2,
+) -> CacheSize:
+    """Return the size of a cache of `branches` branches per request, or of as many as fit.
+
+    Raises:
+        ConfigError: `memory_limit` bytes do not hold one branch of each request.
+    """
+    size = _size(batch, branches, draft_len, vocab, logit_bytes)
+    for fewer in range(branches - 1, 0, -1):
+        if memory_limit is None or size.row_bytes + size.table_bytes <= memory_limit:
+            return size
+        size = replace(_size(batch, fewer, draft_len, vocab, logit_bytes), limited=True)
+    needed = size.row_bytes + size.table_bytes
+    if memory_limit is not None and needed > memory_limit:
+        raise ConfigError(
+            f"memory_limit: got {memory_limit} bytes, want >= {needed}: one branch of {batch} "
+            f"requests each (draft_len {draft_len}, vocab {vocab}, {logit_bytes} bytes a logit)"
+        )
+    return size
+
+
+def _size(batch: int, branches: int, draft_len: int, vocab: int, logit_bytes: int) -> CacheSize:
+    rows = batch * branches
+    entries = 1 << (2 * rows - 1).bit_length()
+    row_bytes = rows * draft_len * vocab * logit_bytes
+    table_bytes = 8 * entries + rows * 8 * (KEY_FIELDS + draft_len)
+    return CacheSize(branches, rows, entries, row_bytes, table_bytes, limited=False)

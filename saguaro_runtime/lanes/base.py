@@ -40,8 +40,8 @@ class Lane(Protocol):
     def next_chain(self, turn: Turn) -> Reply | None:
         """The chains that follow an outcome; None where the draft is late or off: go undrafted."""
 
-    def spans(self) -> list[Span]:
-        """Work done on the draft's side since the last call, as far as it is known."""
+    def spans(self, *, wait: bool = True) -> list[Span]:
+        """Work done on the draft's side since the last call; without waiting, what is known."""
 
     def close(self) -> None:
         """End the drafter and free what it held; safe to call twice."""

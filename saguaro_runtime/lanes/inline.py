@@ -40,7 +40,7 @@ class InlineLane:
         self._try(self.speculator.look_ahead)
         return reply
 
-    def spans(self) -> list[Span]:
+    def spans(self, *, wait: bool = True) -> list[Span]:
         return self.speculator.timeline.drain()
 
     def _try(self, work: Callable[[], _T]) -> _T | None:

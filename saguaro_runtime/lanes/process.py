@@ -144,9 +144,9 @@ class ProcessLane:
             self._lose(error)
             return None
 
-    def spans(self) -> list[Span]:
+    def spans(self, *, wait: bool = True) -> list[Span]:
         try:
-            if not self.off and self._state == "on" and not self._unanswered:
+            if wait and not self.off and self._state == "on" and not self._unanswered:
                 if not self._asked_spans:
                     self._child.send(("spans",))
                     self._asked_spans = True

@@ -21,7 +21,15 @@ from .theory import (
 
 @dataclass(frozen=True)
 class Deployment:
-    """What is known of a pair and its devices. `step_seconds(rows)` is one drafter forward."""
+    """What is known of a pair and its devices.
+
+    Args:
+        verify_seconds: a target forward of one token per request: the unit T_V.
+        step_seconds: (rows) of one drafter forward.
+        verify_rows: (rows) of a target forward over so many tokens. Default: as fast as over few.
+        ahead_seconds: (k, rows) of drafting ahead. Default: k + 1 forwards.
+        abandons: a miss ends what is being drafted ahead, where the batch is 1.
+    """
 
     acceptance: float
     miss: MissLaw
@@ -31,6 +39,22 @@ class Deployment:
     drafters: int = 1
     target_devices: int = 1
     handoff_seconds: float = 0.0
+    verify_rows: Callable[[int], float] | None = None
+    ahead_seconds: Callable[[int, int], float] | None = None
+    abandons: bool = True
+
+    def verify(self, k: int) -> float:
+        """A verification of K drafts per request, in T_V."""
+        if self.verify_rows is None:
+            return 1.0
+        return self.verify_rows(self.batch * (k + 1)) / self.verify_seconds
+
+    def ahead(self, k: int, branches: int) -> float:
+        """Drafting ahead, in T_V; several drafters share the branches out."""
+        rows = -(-self.batch * branches // self.drafters)
+        if self.ahead_seconds is None:
+            return (k + 1) * self.step_seconds(rows) / self.verify_seconds
+        return self.ahead_seconds(k, rows) / self.verify_seconds
 
     def __post_init__(self) -> None:
         if self.verify_seconds <= 0 or min(self.batch, self.drafters, self.target_devices) < 1:
@@ -77,8 +101,12 @@ def interpolate(seconds_by_rows: Mapping[int, float]) -> Callable[[int], float]:
 def best_sd(deployment: Deployment, ks: Sequence[int]) -> tuple[float, int]:
     """The fastest standard speculative decoding against AR, and its K (0 is AR itself)."""
     step = deployment.step_seconds(deployment.batch) / deployment.verify_seconds
-    speeds = [(sd_speed(expected_tokens(deployment.acceptance, k), k * step), k) for k in ks]
-    return max([(1.0, 0), *speeds])
+    speeds = [(1.0, 0)]
+    for k in ks:
+        verify = deployment.verify(k)
+        tokens = expected_tokens(deployment.acceptance, k)
+        speeds.append((sd_speed(tokens, k * step / verify) / verify, k))
+    return max(speeds)
 
 
 def evaluate(
@@ -86,17 +114,15 @@ def evaluate(
 ) -> tuple[float, float, float, list[int]]:
     """Speed vs AR, hit rate, T_p and fan-out of one configuration.
 
-    redraft_tokens = 0 is the fallback that goes on with K = 0 and waits for nothing. With several
-    drafters the branches are shared out, so that each runs branches / drafters rows.
+    redraft_tokens = 0 is the fallback that goes on with K = 0 and waits for nothing.
     """
     batch, unit = deployment.batch, deployment.verify_seconds
     lengths = accept_lengths(deployment.acceptance, k)
     fans = fan_out(lengths, deployment.miss.exponent, branches)
     p = hit_rate(lengths, fans, deployment.miss)
-    rows = -(-batch * branches // deployment.drafters)
-    draft_round = (k + 1) * deployment.step_seconds(rows) / unit
+    verify, draft_round = deployment.verify(k), deployment.ahead(k, branches)
     handoff = 2.0 * deployment.handoff_seconds / unit
-    hit_time = max(1.0, draft_round)
+    hit_time = max(verify, draft_round)
     tokens_hit = expected_tokens(deployment.acceptance, k)
     if redraft_tokens == 0:
         p_fast = 1.0 - deployment.miss(branches)
@@ -106,7 +132,7 @@ def evaluate(
     tokens_miss = expected_tokens(deployment.acceptance, redraft_tokens)
     # The batch waits when any of its rows misses; those that hit need their chains to be finished.
     all_hit = p**batch
-    miss_time = (1.0 if batch == 1 else hit_time) + redraft
+    miss_time = (verify if batch == 1 and deployment.abandons else hit_time) + redraft
     time = all_hit * hit_time + (1.0 - all_hit) * miss_time + handoff
     return (p * tokens_hit + (1.0 - p) * tokens_miss) / time, p, draft_round, fans
 

@@ -205,6 +205,8 @@ def crossover_batch(
 
         1 - p^b* = (E_n / R_f - 1) / x,    x = T_b
 
+    tokens_redraft: E_n, tokens per round of the policy that waits, after hits and misses alike.
+
     Returns:
         inf: redraft at any batch. <= 1: K = 0 always. Never negative.
     """

@@ -1,0 +1,162 @@
+"""What the rounds so far say of a pair: times by the number of rows, acceptance, hit rates.
+
+All of it fades, so that it follows the text and the machine; it is a function of what was observed
+and of nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from .metrics import Source, Span
+from .planner.search import Deployment, interpolate
+from .planner.theory import MissLaw, accept_lengths, fan_out, hit_rate
+
+_KEEP = 0.98
+"""What is left of an observation after each later one."""
+_OUTLIER = 3.0
+"""A time so many times the usual counts as that."""
+_EXPONENTS = (0.5, 0.25, 0.75, 1.0, 1.5, 2.0)
+"""Of the miss probability, F^-r; the first where the branches have not varied enough to tell."""
+
+
+class Faded:
+    """Sum and number of what was seen, the older the less."""
+
+    def __init__(self, keep: float = _KEEP) -> None:
+        self.count = self.total = 0.0
+        self._keep = keep
+
+    def add(self, value: float) -> None:
+        self.count = self._keep * self.count + 1.0
+        self.total = self._keep * self.total + value
+
+    def mean(self, prior: float, weight: float = 2.0) -> float:
+        """The mean, with `prior` counted `weight` times."""
+        return (self.total + weight * prior) / (self.count + weight)
+
+
+def _by_rows(seconds: Mapping[int, float]) -> Callable[[int], float]:
+    """Time by rows: it never falls with them, and beyond what was measured grows no faster."""
+    points: dict[int, float] = {}
+    for rows, took in sorted(seconds.items()):
+        points[rows] = max([took, 1e-9, *points.values()])
+    inside, most = interpolate(points), max(points)
+    return lambda rows: inside(rows) if rows <= most else points[most] * _growth(points, rows)
+
+
+def _growth(points: Mapping[int, float], rows: int) -> float:
+    """How much longer than at the most rows that were measured, by the slope before them."""
+    if len(points) == 1:
+        return 1.0
+    before, most = sorted(points)[-2:]
+    slope = math.log(points[most] / points[before]) / math.log(most / before)
+    return float((rows / most) ** min(slope, 1.0))
+
+
+class Estimates:
+    """Running estimates of one engine."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, dict[int, Faded]] = {}
+        self.kept = Faded()
+        self.hits: dict[tuple[int, int], Faded] = {}
+        self.hits_after_undrafted = Faded()
+        self.tokens: dict[str, Faded] = {}
+
+    def observe_spans(self, spans: Iterable[Span]) -> None:
+        """Take times of work on a known number of rows."""
+        for span in spans:
+            if span.rows:
+                its = self.seconds.setdefault(span.name, {}).setdefault(span.rows, Faded(0.9))
+                took = span.end - span.start
+                if its.count > 3:
+                    took = min(took, _OUTLIER * its.total / its.count)
+                its.add(took)
+
+    def observe_row(
+        self, source: Source, drafted: int, accepted: int, before: tuple[int, int, bool]
+    ) -> None:
+        """Take a row's round; `before`: k and branches its outcome was prepared with, and whether
+        the round before had drafts."""
+        for _ in range(accepted):
+            self.kept.add(1.0)
+        if accepted < drafted:
+            self.kept.add(0.0)
+        if drafted:
+            self.tokens.setdefault(source, Faded()).add(accepted + 1.0)
+        if source in ("hit", "miss"):
+            k, branches, was_drafted = before
+            hit = float(source == "hit")
+            if was_drafted:
+                self.hits.setdefault((k, branches), Faded()).add(hit)
+            else:
+                self.hits_after_undrafted.add(hit)
+
+    @property
+    def acceptance(self) -> float:
+        """Of each draft that was reached."""
+        return self.kept.mean(0.7)
+
+    def time(self, *names: str) -> Callable[[int], float] | None:
+        """Seconds of the first of `names` that was measured, by rows; None where none was."""
+        for name in names:
+            if found := self.seconds.get(name):
+                return _by_rows({rows: its.total / its.count for rows, its in found.items()})
+        return None
+
+    def miss_law(self) -> MissLaw:
+        """The law under which the hit rates are those that were seen, as nearly as one law can."""
+        seen = [its for its in self.hits.items() if its[1].count >= 4]
+        if not seen:
+            return MissLaw(0.25, _EXPONENTS[0])
+        weights = [its.count for _, its in seen]
+        best, least = MissLaw(0.25, _EXPONENTS[0]), math.inf
+        for exponent in _EXPONENTS:
+            scales = [math.log(self._scale(*key, its, exponent)) for key, its in seen]
+            mean = sum(w * x for w, x in zip(weights, scales, strict=True)) / sum(weights)
+            spread = sum(w * (x - mean) ** 2 for w, x in zip(weights, scales, strict=True))
+            if spread < least - 1e-9:
+                best, least = MissLaw(math.exp(mean), exponent), spread
+        return best
+
+    def _scale(self, k: int, branches: int, hits: Faded, exponent: float) -> float:
+        """The scale of the miss law that explains the hit rate at (k, branches)."""
+        lengths = accept_lengths(self.acceptance, k)
+        fans, wanted = fan_out(lengths, exponent, branches), hits.mean(0.75)
+        low, high = 1e-3, 4.0
+        for _ in range(16):
+            scale = math.sqrt(low * high)
+            found = hit_rate(lengths, fans, MissLaw(scale, exponent))
+            low, high = (scale, high) if found > wanted else (low, scale)
+        return math.sqrt(low * high)
+
+    def deployment(self, batch: int) -> Deployment | None:
+        """What the planner needs to know; None where a time lacks."""
+        verify = self.time("verify")
+        step = self.time("draft_step", "feed_last")
+        tree, sample = self.time("tree_step"), self.time("sample")
+        if verify is None or step is None or tree is None or sample is None:
+            return None
+        rest = self.time("predict")
+
+        def ahead(k: int, rows: int) -> float:
+            return k * (tree(rows) + sample(rows)) + step(batch) + (rest(rows) if rest else 0.0)
+
+        return Deployment(
+            acceptance=self.acceptance,
+            miss=self.miss_law(),
+            verify_seconds=verify(batch),
+            step_seconds=step,
+            batch=batch,
+            verify_rows=verify,
+            ahead_seconds=ahead,
+            abandons=False,
+        )
+
+    def mean_tokens(self, sources: Sequence[str], otherwise: float) -> float:
+        """Tokens per round of drafted rounds whose chain came from one of `sources`."""
+        its = [self.tokens[name] for name in sources if name in self.tokens]
+        count = sum(faded.count for faded in its)
+        return (sum(faded.total for faded in its) + 4 * otherwise) / (count + 4)

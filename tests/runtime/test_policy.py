@@ -1,0 +1,249 @@
+"""What the policies decide, on models whose times are known: against sweeps and closed forms."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+
+import pytest
+import scripts
+import torch
+import virtual
+
+from saguaro_runtime import ConfigError, EngineConfig, SamplingParams
+from saguaro_runtime.expectations import Predictor
+from saguaro_runtime.planner import crossover_batch
+from saguaro_runtime.policy import Policy, choose_fallback, retry_length
+
+VERIFY_S = 0.1
+P = scripts.random_law(8, seed=1)
+Q = scripts.random_law(8, seed=2, near=P)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> virtual.Clock:
+    return virtual.Clock(monkeypatch)
+
+
+def _pair(step_s: float, tree_s: float, *, row_s: float = 0.0, rows: int = 12):
+    """A target that takes VERIFY_S, and a draft."""
+    target = scripts.model(P, rows, extend_s=VERIFY_S, slots=4096)
+    draft = virtual.RowModel(Q, rows=rows, extend_s=step_s, tree_s=tree_s, slots=4096)
+    draft.row_s = row_s
+    return target, draft
+
+
+def _speed(clock: virtual.Clock, rows: int, tokens: int = 120, *, pair, **options):
+    defaults = {"k": 4, "branches": 10, "rule": "block", "max_batch": rows, "max_tokens": 10**6}
+    with virtual.engine(clock, *_pair(*pair), **(defaults | options)) as engine:
+        return virtual.speed(clock, engine, rows, tokens), engine.stats()
+
+
+def test_a_miss_leaves_the_other_rows_and_their_times_alone(
+    clock: virtual.Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row 3 of 8 is made to miss once: the others have the same rounds at the same times."""
+    predict = Predictor.predict
+
+    def run(missing: bool, fallback: str):
+        clock.now, turns = 0.0, iter(range(10**6))
+
+        def wrongly(self, turn, drafter):
+            depth, extra = predict(self, turn, drafter)
+            if missing and next(turns) == 6:
+                extra[3] = -2
+            return depth, extra
+
+        monkeypatch.setattr(Predictor, "predict", wrongly)
+        options = {"fallback": fallback, "proposal": "none", "k": 3, "branches": 40}
+        with virtual.engine(clock, *_pair(0.02, 0.01), max_batch=8, **options) as engine:
+            requests = [engine.add([1, 2], scripts.sampled(seed, 60)) for seed in range(8)]
+            for _ in range(12):
+                engine.step()
+            engine.stats()
+            times = [span[2:4] for span in engine.spans if span.name == "verify"]
+        return [request.rounds for request in requests], times
+
+    rounds, times = run(False, "partial_accept")
+    after, later = run(True, "partial_accept")
+    assert after[3] != rounds[3] and "miss" in {its.source for its in after[3]}
+    assert [its for row, its in enumerate(after) if row != 3] == [
+        its for row, its in enumerate(rounds) if row != 3
+    ]
+    assert later == times
+    waited, delayed = run(True, "batched_retry")
+    assert waited[:3] == rounds[:3]
+    assert delayed[:7] == times[:7] and delayed[7][0] > times[7][0] + 2 * 0.02
+
+
+def test_going_on_undrafted_beats_waiting_at_batch_8(clock: virtual.Clock) -> None:
+    """A redraft takes three quarters of a verification, and someone misses in most rounds."""
+    pair = (0.75 * VERIFY_S / 4, 0.01)
+    options = {"ranking": "probability", "proposal": "none", "pair": pair}
+    wait, _ = _speed(clock, 8, 60, fallback="batched_retry", **options)
+    fast, _ = _speed(clock, 8, 60, fallback="partial_accept", **options)
+    assert fast > 1.08 * wait
+
+
+def test_the_crossover_is_where_the_closed_form_says(
+    clock: virtual.Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Draft = target, and a script that says which outcomes are predicted: every number is known.
+    A redraft of all tokens takes 0.3 T_V."""
+    predict, missed = Predictor.predict, Counter()
+
+    def by_script(self, turn, drafter):
+        depth, extra = predict(self, turn, drafter)
+        undrafted = drafter.chain.num_draft[turn.rows] == 0
+        dice = (turn.base * 7919 + turn.uid * 104729) % 1000
+        wrong = dice < torch.where(undrafted, 30, 250)
+        for kind, its in (("chain", ~undrafted), ("undrafted", undrafted)):
+            missed[kind] += int((wrong & its).sum())
+            missed[kind, "of"] += int(its.sum())
+        return depth, torch.where(wrong[:, None], -2, extra)
+
+    monkeypatch.setattr(Predictor, "predict", by_script)
+    law = scripts.random_law(8, seed=5)
+
+    def measure(batch: int, fallback: str) -> float:
+        target = scripts.model(law, batch, extend_s=VERIFY_S, slots=4096)
+        draft = scripts.model(law, batch, extend_s=0.3 * VERIFY_S / 4, tree_s=0.01, slots=4096)
+        options = {"fallback": fallback, "proposal": "none", "k": 4, "branches": 2}
+        options |= {"max_batch": batch, "max_tokens": 10**6}
+        with virtual.engine(clock, target, draft, **options) as engine:
+            return virtual.speed(clock, engine, batch, 400, temperature=0.0)
+
+    measure(4, "partial_accept")
+    p, p_fast = (1 - missed[kind] / missed[kind, "of"] for kind in ("chain", "undrafted"))
+    crossing = crossover_batch(p, p_fast, 0.3, tokens_hit=5.0, tokens_redraft=5.0)
+    below, above = math.floor(crossing) - 1, math.ceil(crossing) + 1
+    assert below >= 1 and above <= 6
+    assert measure(below, "batched_retry") > measure(below, "partial_accept")
+    assert measure(above, "batched_retry") < measure(above, "partial_accept")
+
+
+def test_adaptive_follows_the_crossover(clock: virtual.Clock) -> None:
+    """Cheap redrafts are waited for in a batch; dear ones not even alone."""
+    _, cheap = _speed(clock, 4, 150, pair=(0.001, 0.01), policy="adaptive")
+    assert cheap["policy"]["retry"] == 4
+    numbers = cheap["policy"]["numbers"]
+    assert numbers["crossover_redraft_4"] is None or numbers["crossover_redraft_4"] > 4
+    _, dear = _speed(clock, 1, 150, pair=(0.09, 0.01), policy="adaptive")
+    assert dear["policy"]["retry"] == 0
+    assert dear["policy"]["numbers"]["crossover_redraft_1"] < 1
+    assert dear["policy"]["changes"][-1]["why"].startswith("going on")
+
+
+SWEEPS = {
+    0.0: [(8, 4, "batched_retry"), (8, 4, "partial_accept"), (4, 12, "partial_accept")],
+    1.0: [(8, 4, "partial_accept"), (7, 8, "immediate_retry"), (4, 12, "partial_accept")],
+}
+"""The fastest of all k, branches and fallbacks on these models, and a usual one."""
+
+
+@pytest.mark.parametrize(("temperature", "tokens"), [(0.0, 300), (1.0, 600)])
+def test_auto_is_as_fast_as_the_best_of_a_sweep(
+    clock: virtual.Clock, temperature: float, tokens: int
+) -> None:
+    """Branches cost, so that neither the most of them nor the longest chain need be the best."""
+    options = {"temperature": temperature}
+
+    def run(**config):
+        defaults = {"rule": "block", "max_batch": 1, "max_tokens": 10**6, "proposal": "none"}
+        pair = _pair(0.012, 0.008, row_s=0.0006)
+        with virtual.engine(clock, *pair, **(defaults | config)) as engine:
+            if config.get("policy") == "auto":  # until it has settled
+                virtual.speed(clock, engine, 1, 300, **options)
+                for request in list(engine.scheduler._running.values()):
+                    engine.cancel(request)
+            return virtual.speed(clock, engine, 1, tokens, **options), engine.stats()["policy"]
+
+    fixed = {its: run(k=its[0], branches=its[1], fallback=its[2])[0] for its in SWEEPS[temperature]}
+    auto, report = run(k=8, branches=32, policy="auto")
+    assert report["changes"] and report["changes"][0]["predicted_vs_ar"] > 1
+    assert auto >= 0.95 * max(fixed.values()), (report, fixed)
+
+
+def test_auto_goes_back_where_drafting_loses(clock: virtual.Clock) -> None:
+    """A tree step longer than a verification: SD. A draft as slow as the target: nothing. Both are
+    said, and tried again after a while."""
+    for step_s, tree_s, method in ((0.01, 0.2, "sd"), (0.1, 0.12, "ar")):
+        speed, stats = _speed(clock, 1, 500, pair=(step_s, tree_s), policy="auto")
+        changes = stats["policy"]["changes"]
+        assert changes[0]["method"] == method
+        assert "predicted to lose" in changes[0]["why"]
+        assert changes[0]["predicted_vs_ar"] > changes[0]["predicted_before_vs_ar"]
+        assert [its["why"] for its in changes[1:2]] == ["drafting ahead is tried again"]
+        assert changes[2]["method"] == method
+    assert speed > 0.8 / VERIFY_S  # plain decoding, but for the attempts
+
+
+def test_auto_changes_no_greedy_text_and_is_a_function_of_its_measurements(
+    clock: virtual.Clock,
+) -> None:
+    greedy = SamplingParams(max_new_tokens=300)
+    with scripts.engine(scripts.model(P), None, method="ar") as engine:
+        wanted = engine.generate([[1, 2], [3]], greedy)
+    reports = []
+    for _ in range(2):
+        clock.now = 0.0
+        with virtual.engine(
+            clock, *_pair(0.012, 0.008, row_s=0.002), policy="auto", k=6, branches=32, max_batch=2
+        ) as engine:
+            outputs = engine.generate([[1, 2], [3]], greedy)
+            reports.append(engine.stats()["policy"])
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in wanted]
+    assert reports[0] == reports[1]
+    assert len(reports[0]["changes"]) >= 1
+    json.dumps(reports[0], allow_nan=False)
+
+
+def test_reproducible_keeps_k_and_the_text_under_auto(clock: virtual.Clock) -> None:
+    texts = []
+    for options in ({"policy": "fixed"}, {"policy": "auto"}, {"method": "sd"}):
+        with virtual.engine(
+            clock, *_pair(0.012, 0.05, row_s=0.01), reproducible=True, k=3, branches=24,
+            max_batch=2, **options,
+        ) as engine:  # fmt: skip
+            outputs = engine.generate([[1, 2], [3]], [scripts.sampled(s, 200) for s in (1, 2)])
+            report = engine.stats()["policy"]
+        texts.append([output.token_ids for output in outputs])
+    assert texts[0] == texts[1] == texts[2]
+    assert report["k"] == 3
+
+
+def test_bands_and_configured_fallbacks() -> None:
+    bands = EngineConfig(policy="batch_size")
+    found = [choose_fallback(bands, batch).value for batch in (1, 8, 16, 33)]
+    assert found == ["immediate_retry", "batched_retry", "batched_retry", "partial_accept"]
+    assert [retry_length(EngineConfig(k=6), batch) for batch in (1, 2)] == [2, 0]
+    policy = Policy(EngineConfig(policy="auto", fallback="independent"))
+    decision = policy.decide(4)
+    assert decision.sit_out and decision.retry == 4
+    assert Policy(EngineConfig(reproducible=True)).decide(9).retry == 4
+
+
+def test_downweight_is_chosen_where_the_ranking_is_blind() -> None:
+    config = EngineConfig(policy="auto", ranking="probability")
+    assert Policy(config).decide(1, [1.0]).downweight < 1
+    assert Policy(config).decide(2, [1.0, 0.0]).downweight == 1
+    assert Policy(EngineConfig(policy="auto")).decide(1, [1.0]).downweight == 1
+    with pytest.raises(ConfigError, match="downweight"):
+        EngineConfig(downweight=0.5, rule="coupled")
+
+
+def test_memory_limit_takes_branches_and_says_so() -> None:
+    with scripts.engine(
+        scripts.model(P), scripts.model(Q), branches=40, k=4, max_batch=2, memory_limit=6000
+    ) as engine:
+        engine.generate([1, 2], SamplingParams(max_new_tokens=20))
+        stats = engine.stats()
+    memory = stats["memory"]
+    assert memory["branches_asked"] == 40 and 1 <= memory["branches"] < 40
+    assert memory["bytes"] <= 6000 and engine.config.branches == memory["branches"]
+    assert engine.lane.speculator.branches.store.logits.nbytes <= 6000
+    with pytest.raises(ConfigError, match="memory_limit"):
+        scripts.engine(scripts.model(P), scripts.model(Q), memory_limit=100)
+    with pytest.raises(ConfigError, match="memory_limit"):
+        EngineConfig(memory_limit=0)
