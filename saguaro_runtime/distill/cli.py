@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what is done (--resume knows it)")
     add = group.add_argument
     add("--layers", metavar="N|A,B,..", help="how many of the target's layers, or which (4)")
+    add("--draft-vocab", type=int, metavar="N", help="logits for the N most frequent ids alone")
     add("--minutes", type=float, metavar="M", help="to sample and train in (10)")
     add("--texts", type=int, metavar="N", help="texts to sample, instead of --minutes")
     add("--prompts", metavar="FILE", help="lines, .json or .jsonl; default: made up by the target")
@@ -40,7 +41,9 @@ def run(args: argparse.Namespace) -> int:
     from .run import distill
     from .settings import Settings, Work
 
-    names = ("minutes", "texts", "prompts", "max_new_tokens", "seed", "dtype", "device")
+    names = (
+        "draft_vocab", "minutes", "texts", "prompts", "max_new_tokens", "seed", "dtype", "device"
+    )  # fmt: skip
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.layers is not None:
         given["layers"] = _layers(args.layers)

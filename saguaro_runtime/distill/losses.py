@@ -23,7 +23,8 @@ def distill_losses(
         draft_logits: [N, D], any float dtype.
         target_logits: [N, V].
         vocab: [D] int64, the target's id of each of the draft's; None where D = V. Outside them q
-            is 0, kl sums over them alone, and `refused` holds the target's mass outside.
+            is 0, kl sums over them alone (which may be less than 0), and `refused` holds the
+            target's mass outside.
     """
     log_p = target_logits.float().log_softmax(-1)
     if vocab is not None:

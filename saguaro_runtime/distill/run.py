@@ -16,13 +16,14 @@ from saguaro_kernels.errors import ConfigError
 from ..build import _stop_ids
 from ..cli_generate import encode
 from ..doctor import faster_dtype
+from ..models.draft import DRAFT_VOCAB
 from ..models.transformers import load_draft, load_model
 from .measure import measure
 from .progress import Interruptions, Progress, say
 from .prompts import read_prompts, split_prompts
 from .settings import Settings, Work, read_json, write_json
 from .student import check_family, choose_layers, student_config, student_weights, write_student
-from .texts import Text, Writer, load_chunk, save_chunk
+from .texts import Text, Writer, frequent_ids, load_chunk, save_chunk
 from .train import Trainer
 
 CHUNK = 16
@@ -61,6 +62,11 @@ def distill(
     config = _config_of(target)
     check_family(config)
     layers = choose_layers(settings.layers, config.num_hidden_layers)
+    if settings.draft_vocab is not None and settings.draft_vocab >= config.vocab_size:
+        raise ConfigError(
+            f"draft_vocab: got {settings.draft_vocab}, want fewer than the target's "
+            f"{config.vocab_size}"
+        )
     prompts = None
     if settings.prompts is not None:
         prompts = split_prompts(read_prompts(settings.prompts), settings.seed)
@@ -97,6 +103,8 @@ class _Run:
         self.tokenizer = AutoTokenizer.from_pretrained(target)
         self.target = load_model(target, self.dtype).to(self.plan["device"])
         self.stored_dtype = stored_dtype or self.dtype
+        self.vocab_size = self.target.get_output_embeddings().weight.shape[0]
+        self.stop_ids = _stop_ids(self.target, self.tokenizer)
         self.writer = Writer(
             self.target,
             self.tokenizer,
@@ -104,7 +112,7 @@ class _Run:
             seed=settings.seed,
             size=CHUNK,
             max_new_tokens=settings.max_new_tokens,
-            stop_ids=_stop_ids(self.target, self.tokenizer),
+            stop_ids=self.stop_ids,
             # A GPU runs the target again sooner than a disk takes all its states.
             keep_hidden=self.plan["device"] == "cpu",
         )
@@ -118,6 +126,8 @@ class _Run:
                 say(f"\nwhat is done so far is in {self.work.folder}; go on with --resume")
                 raise
         weights = {name: its.to(self.stored_dtype) for name, its in trainer.weights.items()}
+        if trainer.vocab is not None:
+            weights[DRAFT_VOCAB] = trainer.vocab
         config = student_config(self.target.config, self.layers)
         config.dtype = self.stored_dtype
         write_student(self.work.out, config, weights, self.tokenizer)
@@ -180,12 +190,14 @@ class _Run:
         return [text for text in found if text.prompt not in held_out]
 
     def _trainer(self, texts: list[Text]) -> Trainer:
-        work = self.work
-        if not (work.student / "model.safetensors").is_file():
-            config = student_config(self.target.config, self.layers)
-            weights = student_weights(self.target, self.layers)
-            write_student(work.student, config, weights, None)
-        draft = load_draft(str(work.student), self.target, torch.float32)
+        weights = student_weights(self.target, self.layers)
+        if self.settings.draft_vocab is not None:
+            weights[DRAFT_VOCAB] = frequent_ids(
+                texts, self.settings.draft_vocab, self.vocab_size, self.stop_ids
+            )
+        config = student_config(self.target.config, self.layers)
+        write_student(self.work.student, config, weights, None)
+        draft = load_draft(str(self.work.student), self.target, torch.float32)
         rate = self.settings.learning_rate or 0.6 / self.target.config.hidden_size
         return Trainer(
             draft.to(self.target.device),

@@ -22,6 +22,8 @@ class Settings:
     Args:
         layers: which of the target's layers the draft begins as, or how many, half of them its
             first and half its last.
+        draft_vocab: ids that the draft has logits for, the most frequent ones of the texts; the
+            head is much of a small draft's time. None: all of the target's.
         minutes: time for sampling and training together; measured at the start, it fixes how many
             texts are sampled and how many steps are trained. The report takes a little more.
         texts: as many texts instead, whatever the time: the same draft on every run.
@@ -37,6 +39,7 @@ class Settings:
     """
 
     layers: int | tuple[int, ...] = 4
+    draft_vocab: int | None = None
     minutes: float = 10.0
     texts: int | None = None
     prompts: str | None = None
@@ -50,7 +53,7 @@ class Settings:
         for name, choices in (("dtype", DTYPES), ("device", DEVICES)):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}: got {getattr(self, name)!r}, want one of {choices}")
-        for name in ("minutes", "texts", "max_new_tokens", "learning_rate"):
+        for name in ("draft_vocab", "minutes", "texts", "max_new_tokens", "learning_rate"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name}: got {value}, want more than 0")

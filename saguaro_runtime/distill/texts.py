@@ -6,7 +6,7 @@ A chunk depends on the seed and its number alone, so one that was lost is made a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -160,6 +160,20 @@ def last_hidden(model: Any, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         states: torch.Tensor = model.base_model(ids.to(model.device), use_cache=False)[0]
     return states
+
+
+def frequent_ids(
+    texts: Sequence[Text], count: int, vocab_size: int, always: Collection[int]
+) -> torch.Tensor:
+    """The `count` ids that the target writes most, ascending: [count] int64.
+
+    The ids of `always` are among them, and of equally frequent ones the lowest: in vocabularies
+    made by merging the frequent ones are low.
+    """
+    written = torch.cat([text.ids[text.start :] for text in texts])
+    frequency = torch.bincount(written, minlength=vocab_size)
+    frequency[sorted(always)] = len(written) + 1
+    return frequency.sort(descending=True, stable=True).indices[:count].sort().values
 
 
 def save_chunk(path: Path, texts: list[Text]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..models.draft import own_weights
+from ..models.draft import DRAFT_VOCAB, own_weights
 from .losses import distill_losses
 from .texts import Text, last_hidden, padded
 
@@ -34,7 +34,6 @@ class Trainer:
         target: used where texts carry no hidden states.
         steps: of the whole training; the schedule follows from them.
         dtype: of the products. The weights themselves are kept and updated in float32.
-        vocab: [D] the ids of the draft's rows of logits, None for all.
     """
 
     def __init__(
@@ -48,11 +47,10 @@ class Trainer:
         learning_rate: float,
         seed: int,
         dtype: torch.dtype,
-        vocab: torch.Tensor | None = None,
     ) -> None:
         self.draft, self.target, self.texts, self.steps = draft, target, texts, steps
         self.batch, self.learning_rate, self.seed, self.dtype = batch, learning_rate, seed, dtype
-        self.vocab = None if vocab is None else vocab.to(target.device)
+        self.vocab: torch.Tensor | None = getattr(draft, DRAFT_VOCAB, None)
         self.step = 0
         draft.eval()  # no dropout: it would need a generator's state
         draft.requires_grad_(False)

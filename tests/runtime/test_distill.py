@@ -14,6 +14,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from saguaro_kernels.errors import ConfigError, UnsupportedError
 from saguaro_runtime import Engine, EngineConfig, SamplingParams, cli
@@ -29,8 +30,9 @@ from saguaro_runtime.distill.student import (
     student_weights,
     write_student,
 )
-from saguaro_runtime.distill.texts import Writer, load_chunk, save_chunk
+from saguaro_runtime.distill.texts import Text, Writer, frequent_ids, load_chunk, save_chunk
 from saguaro_runtime.distill.train import Trainer
+from saguaro_runtime.models.draft import DRAFT_VOCAB
 from saguaro_runtime.models.transformers import load_draft, load_model
 
 TEMPLATE = (
@@ -335,6 +337,8 @@ def test_a_family_end_to_end(
     monkeypatch.setattr(run, "measure", measure.measure)
     target, out = save(tmp_path / "target", kind), tmp_path / "draft"
     line = ["distill", "--target", target, "--out", str(out), "--layers", "0,2", "--texts", "4"]
+    if kind != "llama":
+        line += ["--draft-vocab", "200"]
     line += ["--max-new-tokens", "8", "--dtype", "float32", "--device", "cpu"]
     assert cli.main(line) == 0
     text = capsys.readouterr().out
@@ -353,6 +357,7 @@ def test_a_family_end_to_end(
     with Engine(target, None, EngineConfig(method="ar", impl="reference")) as engine:
         assert found == engine.generate([[5, 6, 7]], greedy)[0].token_ids
     assert not (out / ".distill").exists()
+    assert ("logits for 200 ids" in text) == (kind != "llama")
 
 
 def test_the_same_seed_gives_the_same_draft(llama: str, whole: Path, tmp_path: Path) -> None:
@@ -475,6 +480,35 @@ def test_what_is_there_is_not_overwritten(
     assert "tokens per round" in capsys.readouterr().out
     assert cli.main([*line, "--seed", "9"]) == 1
     assert "seed: got 9" in capsys.readouterr().err
+
+
+def test_the_ids_of_a_smaller_vocabulary_are_the_frequent_ones() -> None:
+    prompt = Prompt("", True)
+    texts = [
+        Text(prompt, torch.tensor([9, 9, 9, 9, 5, 5, 7]), 4, None),
+        Text(prompt, torch.tensor([7, 5, 3]), 1, None),
+    ]
+    # 5 thrice, 3 and 7 once; the nines are a template's. Then the lowest ids.
+    found = [frequent_ids(texts, n, 12, always=(11,)).tolist() for n in (1, 2, 4, 6)]
+    assert found == [[11], [5, 11], [3, 5, 7, 11], [0, 1, 3, 5, 7, 11]]
+
+
+def test_a_smaller_vocabulary_is_resumed_with_the_same_ids(
+    llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(**{**SETTINGS.__dict__, "draft_vocab": 100})
+    distill(llama, tmp_path / "whole", settings)
+    monkeypatch.setattr(run, "_CHECKPOINT_S", 0.0)
+    with monkeypatch.context() as patch:
+        interrupt(patch, "advance", 5, kill)
+        with pytest.raises(Killed):
+            distill(llama, tmp_path / "out", settings)
+    distill(llama, tmp_path / "out", settings, resume=True)
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert len(stored[DRAFT_VOCAB]) == 100 and tiny_models.EOS in stored[DRAFT_VOCAB]
+    with pytest.raises(ConfigError, match="draft_vocab: got 259, want fewer than"):
+        distill(llama, tmp_path / "all", Settings(layers=2, draft_vocab=259))
 
 
 def test_settings_are_checked() -> None:
