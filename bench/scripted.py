@@ -31,10 +31,13 @@ WITHIN = 0.10
 """Of the paper's ratio, and of Theorem 7's."""
 POINTS = 0.05
 """Gains of a policy against the predicted ones."""
-SIMULATED = {"ranking": (0.07, 0.33), "waiting": (0.10, 0.62)}
-"""Where simulations of whole loops on many synthetic pairs put the two gains: ranking at T = 1 over
-acceptances of .70 to .85 (16 % in the mean); waiting between batch 4 and 32 at K T_D = .75, where
-it costs 10 to 38 % of what going on yields."""
+NOISE_GAINS = {1.0: 0.16, 0.6: 0.04}
+"""Gain of the noise ranking by temperature: means over simulated loops of many synthetic pairs, of
+acceptances from .70 to .85 (at T = 1 the single pairs gain 7 to 33 %)."""
+WAITING_COSTS = (0.10, 0.38)
+"""What waiting for redrafts loses of what going on yields, batch 4 to 32, in the same loops."""
+RANKED_ROUNDS = 120
+"""Fewer are too few to tell hit rates apart."""
 K, BRANCHES, STEP = 5, 16, 0.15
 """Of ranking and waiting; a step takes .15 T_V: K of them .75, and all K + 1 fit in T_V."""
 BATCH = 8
@@ -64,14 +67,14 @@ class Ran:
 
 @dataclass(frozen=True)
 class Row:
-    """One ratio: what it is of, measured, predicted from the same run, published, and whether it
-    is where it should be."""
+    """One ratio: measured, predicted from the same run, and expected: as published, or as simulated
+    over many pairs; and whether it is where it should be."""
 
     case: str
     ratio: str
     measured: float
     predicted: float
-    published: float | None
+    expected: float | None
     hit_rates: tuple[float, ...]
     tokens_per_round: float
     ok: bool
@@ -192,10 +195,11 @@ def ranking(verify_s: float, count: int, temperature: float) -> Row:
         )
 
     measured, predicted = knowing.tokens_per_s / blind.tokens_per_s, speed(knowing) / speed(blind)
+    expected = 1.0 + NOISE_GAINS[temperature]
     rates = (blind.stats["hit_rate"], knowing.stats["hit_rate"])
-    return Row("ranking", f"noise / probability, T = {temperature:g}", measured, predicted, None,
-               rates, knowing.stats["tokens_per_round"],
-               abs(measured - predicted) <= POINTS)  # fmt: skip
+    return Row("ranking", f"noise / probability, T = {temperature:g}", measured, predicted,
+               expected, rates, knowing.stats["tokens_per_round"],
+               max(abs(measured - predicted), abs(measured - expected)) <= POINTS)  # fmt: skip
 
 
 def waiting(verify_s: float, count: int) -> Row:
@@ -219,9 +223,11 @@ def waiting(verify_s: float, count: int) -> Row:
     going_on = fast_rate(p, p_fast, tokens_hit, 1.0) / max(_times(fast)[:2])
     predicted = going_on / (wait.stats["tokens_per_round"] / wait_s)
     measured = fast.tokens_per_s / wait.tokens_per_s
+    low, high = WAITING_COSTS
+    ok = abs(measured - predicted) <= POINTS * predicted
+    ok &= low - POINTS <= 1 - 1 / measured <= high + POINTS
     return Row("waiting", f"K = 0 on a miss / redraft, batch {BATCH}", measured, predicted, None,
-               (wait.stats["hit_rate"], p, p_fast), fast.stats["tokens_per_round"],
-               abs(measured - predicted) <= POINTS * predicted)  # fmt: skip
+               (wait.stats["hit_rate"], p, p_fast), fast.stats["tokens_per_round"], ok)  # fmt: skip
 
 
 def _times(ran: Ran) -> tuple[float, float, float]:
@@ -244,18 +250,19 @@ def _hit_rates(ran: Ran) -> tuple[float, float]:
 
 def render(rows: Sequence[Row]) -> str:
     """The table, and what to hold it against."""
-    headers = ("case", "ratio", "within", "measured", "predicted", "published", "hit rates")
+    headers = ("case", "ratio", "within", "measured", "predicted", "expected", "hit rates")
     headers += ("tokens/round",)
     lines = [
-        (row.case, row.ratio, row.ok, row.measured, row.predicted, row.published)
+        (row.case, row.ratio, row.ok, row.measured, row.predicted, row.expected)
         + (", ".join(f"{rate:.2f}" for rate in row.hit_rates), row.tokens_per_round)
         for row in rows
     ]
     notes = [
         "predicted: Theorem 7, and for waiting the two-state chain of misses, from the same run's "
         "times and hit rates.",
-        f"within: {WITHIN:.0%} of predicted and published; {100 * POINTS:.0f} points for ranking "
-        "and waiting.",
+        "expected: the published ratio; for ranking, the mean of simulations over many pairs.",
+        f"within: {WITHIN:.0%} of both for the pairs, {100 * POINTS:.0f} points for the policies; "
+        f"waiting must cost {WAITING_COSTS[0]:.0%} to {WAITING_COSTS[1]:.0%}, plus or minus these.",
     ]
     for pair in published.PAIRS:
         if pair.draft_round_seconds >= _tokens(pair) / pair.ssd:
@@ -264,8 +271,6 @@ def render(rows: Sequence[Row]) -> str:
                 f"round, the drafter's alone takes {1e3 * pair.draft_round_seconds:.1f} ms in the "
                 "authors' log; so it is held to the prediction only."
             )
-    low_high = ", ".join(f"{name} {a:+.0%} to {b:+.0%}" for name, (a, b) in SIMULATED.items())
-    notes.append(f"simulations over many pairs: {low_high}.")
     return "\n".join([report.table(headers, lines), *notes])
 
 
@@ -279,7 +284,7 @@ def measure(verify_s: float, count: int, *, quick: bool = False) -> tuple[list[R
     """All rows, and the spans of the first pair's rounds."""
     rows, spans = paper(published.PAIRS[0], verify_s, count)
     rows += paper(published.PAIRS[1], verify_s, count)[0]
-    rows += [ranking(verify_s, 2 * count, T) for T in ((1.0,) if quick else (1.0, 0.6))]
+    rows += [ranking(verify_s, RANKED_ROUNDS, T) for T in ((1.0,) if quick else NOISE_GAINS)]
     rows.append(waiting(verify_s, count))
     return rows, spans
 
@@ -290,7 +295,7 @@ def main(arguments: Sequence[str]) -> int:
         prog="python -m bench scripted", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="half the rounds: half a minute")
+    parser.add_argument("--quick", action="store_true", help="half the rounds: a minute")
     parser.add_argument("--rounds", type=int, default=60, help="per run (%(default)s)")
     parser.add_argument("--verify-ms", type=float, default=60.0, help="T_V (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE")

@@ -68,8 +68,8 @@ def test_sampled_laws_are_laws_that_differ() -> None:
 def test_the_papers_proportions_are_timed_and_predicted() -> None:
     """A dozen rounds: the two processes overlap as Theorem 7 says."""
     (ssd_sd, ssd_ar), spans = scripted.paper(published.PAIRS[0], 0.1, 12)
-    assert ssd_sd.published == pytest.approx(255.8 / 161.8)
-    assert ssd_ar.published == pytest.approx(255.8 / 54.7)
+    assert ssd_sd.expected == pytest.approx(255.8 / 161.8)
+    assert ssd_ar.expected == pytest.approx(255.8 / 54.7)
     assert ssd_sd.measured == pytest.approx(ssd_sd.predicted, rel=0.15)
     assert ssd_sd.measured > 1.25
     assert {"verify", "look_ahead"} <= {span.name for span in spans}
