@@ -103,13 +103,13 @@ class OutcomeStatistics:
         """Take outcomes: `rank` [B] of the extra token among the `fan` [B] candidates of its length
         (fan where it was none of them)."""
         width = self.lengths.shape[1]
-        one = torch.nn.functional.one_hot(accepted.clamp(0, width - 1).to(torch.int64), width)
+        one = torch.arange(width) == accepted[:, None]
         seen = torch.zeros(KINDS).index_add_(0, kind, known.float()).clamp(max=1.0)[:, None]
         fade = 1 - (1 - self._keep) * seen
         asked = (fan[:, None] >= self._thresholds) & known[:, None]
         missed = asked & (rank[:, None] >= self._thresholds)
         for table, new in (
-            (self.lengths, one * known[:, None]),
+            (self.lengths, one & known[:, None]),
             (self.asked, asked),
             (self.missed, missed),
         ):

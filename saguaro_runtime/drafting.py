@@ -71,6 +71,7 @@ class Drafter:
             self._held.remove(row)
             self.model.release(row)
             self.fed[row] = self.history.length[row] = 0
+            self.table.clear(row)
 
     def commit(self, turn: Turn) -> None:
         """Take what the last round committed; the keys behind it are of refused drafts."""

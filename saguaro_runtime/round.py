@@ -102,7 +102,8 @@ class Reply(NamedTuple):
 
 
 class RowTable:
-    """Seeds and sampling parameters of all rows, as tensors."""
+    """Seeds and sampling parameters of all rows, as tensors; which filters are in use is known to
+    the host, so that reading them waits for nothing."""
 
     def __init__(self, rows: int, device: torch.device | str = "cpu") -> None:
         self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -110,6 +111,7 @@ class RowTable:
         self.top_k = torch.zeros(rows, dtype=torch.int32, device=device)
         self.top_p = torch.ones(rows, device=device)
         self.min_p = torch.zeros(rows, device=device)
+        self._filters: dict[int, tuple[bool, bool, bool]] = {}
 
     def set(self, row: int, params: SamplingParams) -> None:
         self.seed[row] = params.seed
@@ -117,16 +119,19 @@ class RowTable:
         self.top_k[row] = params.top_k or 0
         self.top_p[row] = 1.0 if params.top_p is None else params.top_p
         self.min_p[row] = params.min_p or 0.0
+        filters = params.top_k is not None, params.top_p not in (None, 1.0), bool(params.min_p)
+        self._filters[row] = filters
+
+    def clear(self, row: int) -> None:
+        """The row's request has ended."""
+        self._filters.pop(row, None)
 
     def sampling(self, rows: torch.Tensor) -> Sampling:
-        """Sampling of `rows`; a filter that no row uses is None, which is the cheaper path."""
-        top_k, top_p, min_p = self.top_k[rows], self.top_p[rows], self.min_p[rows]
-        return Sampling(
-            self.temperature[rows],
-            top_k if bool((top_k > 0).any()) else None,
-            top_p if bool((top_p < 1).any()) else None,
-            min_p if bool((min_p > 0).any()) else None,
-        )
+        """Sampling of `rows`; a filter that no request uses is None, which is the cheaper path."""
+        used = [any(its) for its in zip(*self._filters.values(), strict=True)] or [False] * 3
+        columns = (self.top_k, self.top_p, self.min_p)
+        filters = (its[rows] if on else None for its, on in zip(columns, used, strict=True))
+        return Sampling(self.temperature[rows], *filters)
 
     def keys(self, rows: torch.Tensor, base: torch.Tensor) -> Keys:
         return Keys(self.seed[rows], base)

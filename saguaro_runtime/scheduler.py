@@ -216,6 +216,7 @@ class Scheduler:
         self._count_served(request)
         self._filled.pop(request.row, None)
         del self._running[request.row]
+        self._table.clear(request.row)
         self._free_slots += self._slots(request)
         self._free_rows.append(request.row)
         self._free_rows.sort()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.traffic import Meter
 from saguaro_kernels.cache import Lookup, SpeculationCache, optimal_cache_size
 from saguaro_kernels.cache.reference import _home_reference
 from saguaro_kernels.distribution import PAD
@@ -80,9 +81,47 @@ def test_a_million_random_keys(device):
         slot = torch.arange(count, device=device)
         cache.insert(uid, generation, base, accepted, extra, slot, impl="reference")
         found = cache.lookup(uid, generation, base, accepted, extra, impl="reference")
-        table = _oracle(keys.tolist(), range(count))
-        assert found.slot.tolist() == [table[tuple(key)] for key in keys.tolist()]
+        tuples = list(zip(*keys.t().tolist(), strict=True))
+        table = dict(zip(reversed(tuples), reversed(range(count)), strict=True))
+        assert found.slot.tolist() == [table[key] for key in tuples]
     assert cache.dropped.item() == 0
+
+
+def test_what_a_lookup_of_a_round_moves(device):
+    """32 requests of 24 branches: one launch, no wait, and what is probed at most four times."""
+    batch, branches, width = 32, 24, 4
+    generator = torch.Generator().manual_seed(4)
+    keys = _random_keys(batch * branches, generator)
+    tokens = torch.randint(1000, (len(keys), width), generator=generator).to(device)
+    cache = SpeculationCache(2 * len(keys), len(keys), device, tokens=tokens)
+    uid, base, accepted, extra = keys.to(device).unbind(1)
+    slots = torch.arange(len(keys), device=device)
+    cache.insert(uid, 7, base, accepted, extra, slots, impl="reference")
+    asked = keys[::branches].clone()
+    asked[1::4, 3] += 1  # a quarter misses
+    uid, base, accepted, extra = asked.to(device).t().contiguous()
+    with Meter() as meter:
+        found = cache.lookup(uid, 7, base, accepted, extra, impl="triton")
+    assert found.hit.tolist() == [index % 4 != 1 for index in range(batch)]
+    words = cache.buckets.tolist()
+    probed = 0
+    for key, home in zip(asked.tolist(), _homes(asked, 7, len(words)), strict=True):
+        while words[home] >= 0:
+            probed += 1
+            if keys[words[home] & 0xFFFFFFFF].tolist() == key:
+                break
+            home = (home + 1) % len(words)
+        else:
+            probed += 1
+    assert (meter.launches, meter.syncs) == (1, 0)
+    answers = batch * (1 + 4 + 2 * 8 * width)  # hit, slot, and the tokens read and written
+    assert meter.bytes_moved - answers <= 4 * 48 * probed
+
+
+def _homes(keys: torch.Tensor, generation: int, capacity: int) -> list[int]:
+    rows = keys.numpy()
+    fields = np.insert(rows, 1, generation, axis=1)
+    return _home_reference(fields, capacity).tolist()
 
 
 @pytest.mark.parametrize("impl", IMPLS)
