@@ -34,19 +34,23 @@ class LocalChild:
     def send(self, message: Any) -> None:
         message = pickle.loads(pickle.dumps(message))  # nothing is shared but the arena
         try:
-            answer = answer_to(self._speculator, message)
+            answer = self._trouble(message, answer_to(self._speculator, message))
+            if answer is not None:
+                self._answers.append(answer)
+            if message[0] == "turn":
+                self._speculator.look_ahead()
+        except Lost:
+            raise
         except Exception as error:
-            raise Lost(f"the draft process failed:\n{error}") from error
-        answer = self._trouble(message, answer)
-        if message[0] == "turn":
-            self._speculator.look_ahead()
-        if answer is not None:
-            self._answers.append(answer)
+            self._answers.append(Lost(f"the draft process failed:\n{error}"))
 
     def receive(self, timeout_s: float) -> Any:
         self._beat.fill_(time.monotonic())
         self._patience -= 1
-        return self._answers.pop(0) if self._patience < 0 and self._answers else None
+        answer = self._answers.pop(0) if self._patience < 0 and self._answers else None
+        if isinstance(answer, Lost):
+            raise answer
+        return answer
 
     def end(self, *, patience_s: float = 1.0) -> None:
         if self._fd >= 0:

@@ -159,7 +159,7 @@ def check(events: list[Any], options: dict[str, Any], sizes: dict[str, int], see
 
 
 QUICK = settings(
-    max_examples=30, deadline=None, derandomize=True, database=None,
+    max_examples=20, deadline=None, derandomize=True, database=None,
     phases=[Phase.explicit, Phase.generate],  # shrinking a failure takes minutes: ask for it
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
