@@ -17,6 +17,7 @@ from saguaro_kernels.errors import ConfigError, UnsupportedError
 from .config import EngineConfig
 from .lanes import InlineLane, Lane, ProcessLane
 from .models import Model, as_model
+from .ngram import NGRAM, NgramDrafter
 from .round import vocab_map_of
 from .speculator import Speculator
 
@@ -80,6 +81,14 @@ def fit_memory(
     return dataclasses.replace(config, branches=size.branches), memory
 
 
+def settle_method(draft: Any, config: EngineConfig) -> EngineConfig:
+    """The configuration with the method that the draft allows: n-grams take no time to draft, so
+    that there is nothing to draft ahead."""
+    if config.method == "ssd" and isinstance(draft, str) and draft == NGRAM:
+        return dataclasses.replace(config, method="sd")
+    return config
+
+
 def build_lane(draft: Any, target: Built, config: EngineConfig) -> Lane | None:
     """Load the draft and put it where the configuration says; None for plain decoding.
 
@@ -90,6 +99,9 @@ def build_lane(draft: Any, target: Built, config: EngineConfig) -> Lane | None:
         return None
     if draft is None:
         raise ConfigError(f"draft: got None, want a model for method={config.method!r}, or 'ar'")
+    if isinstance(draft, str) and draft == NGRAM:
+        drafter = NgramDrafter(rows=config.max_batch, draft_len=config.draft_len, impl=config.impl)
+        return InlineLane(drafter)
     if isinstance(draft, str | Path):
         from .models.transformers import check_same_tokenizer, load_draft
 

@@ -148,7 +148,7 @@ def check_model(option: str, name: str) -> str:
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Which models, and whether the draft is used."""
     parser.add_argument("--target", required=True, metavar="PATH", help="folder or hub name")
-    parser.add_argument("--draft", metavar="PATH", help="same vocabulary; not needed for ar")
+    parser.add_argument("--draft", metavar="PATH", help="same vocabulary; or ngram: no model")
     parser.add_argument("--method", choices=("ar", "sd", "ssd"), default="ssd")
 
 

@@ -17,6 +17,7 @@ EXAMPLES = """\
   saguaro generate --target ./llama-8b --draft ./llama-1b --raw --prompt "def fib(n):" --stats
   cat question.txt | saguaro generate --target ./llama-8b --draft ./llama-1b --prompt -
   saguaro generate --target ./llama-8b --method ar --prompt "Hello"      plain decoding
+  saguaro generate --target ./llama-8b --draft ngram --prompt "Repeat this: .."
   saguaro generate --target ./llama-8b --draft ./llama-1b --prompt "Hello" --json | jq .usage
   saguaro generate --target ./llama-8b --draft ./llama-1b --prompt "Hello" --plot rounds.png
 """

@@ -20,7 +20,7 @@ import torch
 from saguaro_kernels.errors import ConfigError
 
 from .background import Background
-from .build import build_lane, build_target, fit_memory, share_cores
+from .build import build_lane, build_target, fit_memory, settle_method, share_cores
 from .config import EngineConfig
 from .metrics import Span, Timeline
 from .params import SamplingParams
@@ -43,7 +43,8 @@ class Engine:
 
     Args:
         target, draft: a loaded transformers model, a folder or hub name, or a `Model`. draft may be
-            None with method="ar".
+            None with method="ar", and "ngram" needs no model: it proposes what followed the last
+            tokens earlier in the text, and "ssd" is then "sd".
         config: see EngineConfig.
         tokenizer: a transformers tokenizer; needed for string prompts, text and stop strings.
             Default: that of `target` where it is a path.
@@ -61,6 +62,7 @@ class Engine:
         tokenizer: Any = None,
     ) -> None:
         built = build_target(target, config, tokenizer)
+        config = settle_method(draft, config)
         config, memory = fit_memory(draft, built, config)
         self.config = config
         self.model, self.tokenizer = built.model, built.tokenizer

@@ -16,12 +16,13 @@ from typing import Any, cast
 
 import torch
 
-from saguaro_kernels.errors import ConfigError
+from saguaro_kernels.errors import ConfigError, UnsupportedError
 
 from ..build import Built, build_lane
 from ..config import EngineConfig
 from ..lanes import Lane
 from ..models import Model
+from ..ngram import NGRAM
 from ..params import SamplingParams
 from ..policy import decide
 from ..round import Admission, Turn
@@ -80,6 +81,10 @@ class TextDrafter:
     ) -> None:
         if config.method == "ar":
             raise ConfigError("method: got 'ar', want 'sd' or 'ssd': this only drafts")
+        if isinstance(draft, str) and draft == NGRAM:
+            raise UnsupportedError(
+                "draft 'ngram': want a model; other loops have n-grams of their own"
+            )
         if target is None and borrows_embedding(draft):
             raise ConfigError(
                 f"draft {str(draft)!r}: takes its embedding from the target, which is not at hand; "

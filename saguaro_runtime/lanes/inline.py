@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ..metrics import Span
+from ..ngram import NgramDrafter
 from ..round import Admission, Reply, Turn
 from ..speculator import Speculator
 
@@ -15,7 +16,7 @@ _T = TypeVar("_T")
 class InlineLane:
     """Runs the drafter in the caller's thread; every other lane must give the same tokens."""
 
-    def __init__(self, speculator: Speculator) -> None:
+    def __init__(self, speculator: Speculator | NgramDrafter) -> None:
         self.speculator = speculator
         self.chain = speculator.chain
         self.off: str | None = None

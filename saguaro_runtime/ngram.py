@@ -1,0 +1,54 @@
+"""The drafter without a model: proposes what followed a row's last tokens earlier in its text.
+
+Good for code and for text that repeats what it was given. A proposal takes a fraction of a
+millisecond, so there is nothing to prepare while the target verifies: with it, method="ssd" is
+"sd". Nobody drew these tokens, so they are verified as one-hot: accepted with the target's own
+probability.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from saguaro_kernels._launch import Impl
+
+from .history import History
+from .metrics import Timeline
+from .round import Admission, ChainStore, Reply, Turn
+
+NGRAM = "ngram"
+"""Instead of a draft; a folder of that name is ./ngram."""
+
+
+class NgramDrafter:
+    """Chains of all rows out of their own texts. It does what a Speculator does for a lane."""
+
+    def __init__(self, *, rows: int, draft_len: int, impl: Impl = "auto") -> None:
+        self.draft_len, self.impl = draft_len, impl
+        self.timeline = Timeline("draft")
+        self.history = History(rows, draft_len)
+        self.chain = ChainStore((rows,), draft_len, 1, torch.float32)
+        self.chain.one_hot.fill_(True)
+        self.chain.downweight.fill_(1.0)
+
+    def admit(self, admissions: list[Admission]) -> None:
+        """Take in the texts of rows."""
+        for new in admissions:
+            self.history.admit(new.row, new.prompt, new.slots + self.draft_len + 1)
+
+    def release(self, rows: list[int]) -> None:
+        self.history.length[rows] = 0
+
+    def next_chain(self, turn: Turn) -> Reply:
+        """Propose each row's next chain; none where its last tokens are new."""
+        rows, chain = turn.rows, self.chain
+        with self.timeline.span("draft_step"):
+            self.history.commit(turn, chain)
+            tokens, count = self.history.propose(rows, turn.base, self.draft_len, impl=self.impl)
+            chain.tokens[rows] = tokens.clamp(min=0)
+            chain.num_draft[rows] = torch.minimum(count, turn.budget)
+        prepared = torch.zeros(len(rows), dtype=torch.bool)
+        return Reply(prepared, ~prepared)
+
+    def look_ahead(self, *, late: bool = False) -> None:
+        """Nothing: the next proposal takes no time."""
