@@ -70,6 +70,7 @@ def plan(args: argparse.Namespace, cores: int) -> list[Variant]:
         k=args.k,
         branches=args.branches,
         threads=1,
+        policy="batch_size",  # nothing changes amid the measurement
     )
     variants = [Variant("ar", config), Variant("sd", replace(config, method="sd"))]
     if cores > 1:

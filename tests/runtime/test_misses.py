@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,12 +12,11 @@ import torch
 
 import oracles
 from saguaro_kernels.verification import Verdict
-from saguaro_runtime import EngineConfig, SamplingParams
-from saguaro_runtime import scheduler as scheduler_module
+from saguaro_runtime import SamplingParams
 from saguaro_runtime.branches import Branches
 from saguaro_runtime.drafting import Drafter
 from saguaro_runtime.expectations import Predictor
-from saguaro_runtime.policy import decide
+from saguaro_runtime.policy import Policy, decide
 from saguaro_runtime.round import Turn
 
 ROWS = 256
@@ -157,11 +157,11 @@ def test_replaying_another_length_is_caught(wrong: bool, monkeypatch: pytest.Mon
         monkeypatch.setattr(Branches, "replay", _replay_of_another_length)
     rounds = iter(range(10**6))
 
-    def alternate(config: EngineConfig, batch: int):
-        decision = decide(config, batch)
-        return decision._replace(retry=0 if next(rounds) % 2 else config.k)
+    def alternate(self: Policy, batch: int, temperatures: Sequence[float] = ()):
+        decision = decide(self.config, batch)
+        return decision._replace(retry=0 if next(rounds) % 2 else self.config.k)
 
-    monkeypatch.setattr(scheduler_module, "decide", alternate)
+    monkeypatch.setattr(Policy, "decide", alternate)
     p = scripts.law_of_two([[1 / 6] * 6], 6)
     q = scripts.law_of_two([[0.3, 0.3, 0.3, 0.04, 0.03, 0.03]], 6)
     options = {"fallback": "partial_accept", "proposal": "replay", "ranking": "probability"}
