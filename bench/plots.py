@@ -141,7 +141,7 @@ PLOTS = {
     "downweight": Plot("downweight", "Acceptance against hit rate, over Saguaro's C", downweight,
                        (5.5, 3.6)),
     "timeline": Plot("scripted", "A few rounds: the draft works while the target verifies",
-                     timeline, (9.0, 2.0)),
+                     timeline, (9.0, 2.3)),
 }  # fmt: skip
 
 
@@ -192,6 +192,7 @@ def draw(name: str) -> Path:
     data, picture = RESULTS / f"{plot.data}.json", PICTURES / f"{name}.png"
     figure = Figure(figsize=plot.size, layout="constrained")
     FigureCanvasAgg(figure)
+    figure.suptitle(plot.caption, fontsize=9)
     plot.draw(json.loads(data.read_text(encoding="utf-8")), figure)
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=110)
@@ -201,12 +202,11 @@ def draw(name: str) -> Path:
 
 def markdown() -> str:
     """The pictures that are there, for the README."""
-    lines = [
-        f"![{plot.caption}](docs/plots/{name}.png)\n\n*{plot.caption}.*\n"
+    return "".join(
+        f"![{plot.caption}](docs/plots/{name}.png)\n"
         for name, plot in PLOTS.items()
         if (PICTURES / f"{name}.png").exists()
-    ]
-    return "\n" + "\n".join(lines) if lines else ""
+    )
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -110,9 +110,17 @@ SECTIONS = {
 }
 
 
+def section(name: str) -> str:
+    """What stands between the marks of `name`; that there is nothing yet, where so it is."""
+    try:
+        return SECTIONS[name]()
+    except FileNotFoundError as error:
+        return f"\nNot measured yet: there is no {Path(error.filename).name}.\n"
+
+
 def regenerate(text: str) -> str:
     """`text` with every marked table made anew."""
-    return _MARK.sub(lambda match: match[1] + SECTIONS[match[2]]() + match[3], text)
+    return _MARK.sub(lambda match: match[1] + section(match[2]) + match[3], text)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -88,6 +88,13 @@ def test_runs_are_shown_with_when_and_where(tmp_path) -> None:
     assert "1.20 (1.10-1.30)" in shown and "48 tokens per prompt, k 2" in shown
 
 
+def test_what_is_not_measured_yet_says_so(tmp_path, monkeypatch) -> None:
+    missing = tmp_path / "scripted.json"
+    monkeypatch.setitem(readme.SECTIONS, "scripted", lambda: readme.scripted_runs(missing))
+    made = readme.regenerate("<!-- bench: scripted -->\nold\n<!-- /bench: scripted -->\n")
+    assert "Not measured yet: there is no scripted.json." in made
+
+
 def test_results_say_where_when_and_from_what() -> None:
     for name in ("traffic", "downweight", "scripted"):
         path = readme.RESULTS / f"{name}.json"
