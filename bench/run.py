@@ -139,7 +139,7 @@ def everything(options: argparse.Namespace) -> int:
     outcomes = [("kernel cases", kernels(options), time.monotonic() - begin)]
     for case in SYSTEM.values():
         arguments = case.quick if options.quick else case.full
-        if arguments is None:
+        if arguments is None or (case.repository and not measure.has_tests()):
             continue
         print(f"\n== {case.name}: {case.summary}", flush=True)
         start = time.monotonic()
@@ -177,7 +177,8 @@ def listing() -> str:
         + ((c.gate,) if known else ())
         for c in CASES.values()
     ]
-    rows += [(c.name, c.summary, "-", *([c.gate or "-"] if known else [])) for c in SYSTEM.values()]
+    whole = [c for c in SYSTEM.values() if known or not c.repository]
+    rows += [(c.name, c.summary, "-", *([c.gate or "-"] if known else [])) for c in whole]
     lines = [report.table(("case", "what", "providers", *(["gated by"] if known else [])), rows)]
     lines.append('"all" is every case; a name like "verify" is every case that begins with it.')
     if absent := outside.missing():

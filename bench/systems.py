@@ -24,6 +24,8 @@ class System:
     or checks them itself."""
     interpreted: bool = False
     """Needs kernels that run without a GPU."""
+    repository: bool = False
+    """Is about files that an installed package does not have."""
 
     def main(self, arguments: Sequence[str]) -> int:
         """Run it; its exit code."""
@@ -73,8 +75,10 @@ SYSTEM: dict[str, System] = {
             full=(),
             gate=_SAME_TEXTS,
         ),
-        System("readme", "the README's tables, from bench/results", ("--check",), ("--check",)),
-        System("plots", "the plots, from bench/results", ("--check",), ("--check",)),
+        System("readme", "the README's tables, from bench/results", ("--check",), ("--check",),
+               repository=True),
+        System("plots", "the plots, from bench/results", ("--check",), ("--check",),
+               repository=True),
         System("overhead", "what a call costs on the host before its first launch"),
         System("soak", "is anything lost when the draft process dies again and again?"),
         System("tune", "rows of the launch-config table: what is in use, what is fastest",

@@ -199,9 +199,14 @@ def test_every_case_names_a_gate_that_exists(capsys) -> None:
 def test_an_installed_copy_is_not_told_of_tests_it_lacks(capsys, monkeypatch) -> None:
     monkeypatch.setattr(measure, "ROOT", measure.ROOT / "nowhere")
     assert _run("--list") == 0
-    assert "test_" not in capsys.readouterr().out
+    listed = capsys.readouterr().out
+    assert "test_" not in listed and "README" not in listed
     assert _run("promote_branch", "--shapes", "B=1,M=4,K=2,layers=2,Hkv=2,D=32") == 0
     assert "Gating tests were not run" in capsys.readouterr().out
+    monkeypatch.setattr(run, "kernels", lambda options: 0)
+    assert _run("all", "--quick") == 0
+    done = capsys.readouterr().out
+    assert "== paper" in done and "== readme" not in done
 
 
 def test_every_op_and_every_command_has_its_entry(capsys) -> None:
