@@ -37,13 +37,12 @@ def rows(count: int, size: int, device: str, dtype: torch.dtype = torch.float32)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("stream", [Stream.DRAFT, Stream.COUPLED])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"top_f": 8}, {"top_f": 3, "scale_f": 5, "scheme": "downweight"}, {"scale_f": 200}],
-    ids=["plain", "top8", "C5", "C200"],
+    [{"top_f": 8}, {"top_f": 3, "scale_f": 5}, {"scale_f": 200}],
+    ids=["top8", "C5", "C200"],
 )
-def test_samples(impl: str, stream: Stream, options: dict[str, object], device: str) -> None:
+def test_samples(impl: str, options: dict[str, object], device: str) -> None:
     ids = make_ids(900).to(device)
     small = rows(5, 900, device, torch.bfloat16)
     sampling = Sampling(torch.tensor([1.0, 0.7, 0.0, 1.0, 1.5], device=device))
@@ -54,7 +53,7 @@ def test_samples(impl: str, stream: Stream, options: dict[str, object], device: 
         scaled = {"scheme": "downweight", "downweight": torch.full((5,), 0.4, device=device)}
         options = options | scaled
     keys = Keys(torch.arange(5, device=device), torch.arange(5, device=device) * 3)
-    options = options | {"offset": 2, "stream": stream}
+    options = options | {"offset": 2, "stream": Stream.COUPLED}
     found = saguaro_sample(small, sampling, keys, ids=ids, impl=impl, **options)
     wanted = saguaro_sample(spread(small, ids), sampling, keys, impl="reference", **options)
     for name in ("tokens", "top_ids", "top_logits", "cutoff", "scale_logit", "status"):
@@ -95,9 +94,9 @@ def test_outcomes(impl: str, ranking: str, device: str) -> None:
 def test_drafts_of_a_part_are_judged_as_those_of_the_whole(
     impl: str, rule: str, device: str
 ) -> None:
-    vocab = 1200
-    ids = make_ids(400, seed=2, vocab=vocab).to(device)
-    batch, k = 4, 3
+    vocab = 600
+    ids = make_ids(200, seed=2, vocab=vocab).to(device)
+    batch, k = 4, 2
     generator = torch.Generator().manual_seed(5)
     target = (torch.randn(batch, k + 1, vocab, generator=generator) * 3).to(device)
     target[..., ids] += 2  # most of its mass is where the draft has ids
@@ -110,13 +109,13 @@ def test_drafts_of_a_part_are_judged_as_those_of_the_whole(
     vocab_map[ids] = torch.arange(len(ids), dtype=torch.int32, device=device)
     stream = Stream.COUPLED if rule == "coupled" else Stream.DRAFT
     verdicts = []
-    for logits, its_ids, its_map in (
-        (small, ids, vocab_map),
-        (spread(small, ids, vocab), None, None),
+    for logits, its_ids, its_map, its_impl in (
+        (small, ids, vocab_map, impl),
+        (spread(small, ids, vocab), None, None, "reference"),
     ):
         drawn = [
             saguaro_sample(
-                logits[:, i], sampling, keys, offset=i, stream=stream, ids=its_ids, impl=impl
+                logits[:, i], sampling, keys, offset=i, stream=stream, ids=its_ids, impl=its_impl
             )
             for i in range(k)
         ]
@@ -124,13 +123,13 @@ def test_drafts_of_a_part_are_judged_as_those_of_the_whole(
             name: torch.stack([getattr(its, name) for its in drawn], dim=1)
             for name in ("tokens", "logq", "lse", "cutoff", "cutoff_id")
         }
-        num_draft = torch.tensor([3, 3, 2, 3], dtype=torch.int32, device=device)
+        num_draft = torch.tensor([2, 2, 1, 2], dtype=torch.int32, device=device)
         beyond = torch.arange(k, device=device) >= num_draft[:, None]
         fields["tokens"] = fields["tokens"].masked_fill(beyond, PAD)
         draft = Draft(
             num_draft=num_draft, logits=logits, sampling=sampling, vocab_map=its_map, **fields
         )
-        verdicts.append(verify(target, draft, sampling, keys, rule=rule, impl=impl))
+        verdicts.append(verify(target, draft, sampling, keys, rule=rule, impl=its_impl))
     assert torch.equal(verdicts[0].tokens, verdicts[1].tokens)
     assert torch.equal(verdicts[0].num_accepted, verdicts[1].num_accepted)
     assert bool((verdicts[0].num_accepted > 0).any())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import faulty
 import numpy as np
 import pytest
 import scripts
@@ -38,21 +39,23 @@ def engine_of(name: str, ids: list[int], **options: Any) -> Engine:
     ("name", "ids", "options"),
     [
         ("markov2-V4-K2", [0, 2, 3], {"rule": "token", "ranking": "noise"}),
-        ("markov2-V4-K2", [1, 2], {"rule": "block", "ranking": "probability"}),
-        ("markov2-V4-K2", [0, 1, 3], {"rule": "coupled", "ranking": "coupled"}),
         ("markov2-V4-K2", [0, 3], {"rule": "token", "downweight": 0.5, "branches": 4}),
-        ("markov2-V4-K2", [0, 3], {"fallback": "partial_accept", "reproducible": False}),
+        (
+            "markov2-V4-K2",
+            [1, 2],
+            {"rule": "block", "fallback": "partial_accept", "reproducible": False},
+        ),
     ],
-    ids=["token", "block", "coupled", "C", "ngram"],
+    ids=["token", "C", "block-ngram"],
 )
 def test_first_tokens_follow_the_golden_law(
     name: str, ids: list[int], options: dict[str, Any]
 ) -> None:
     case = GOLDEN[name]
     with engine_of(name, ids, **options) as engine:
-        tokens = scripts.texts(engine, case["start"], 600, case["L"])
+        tokens = scripts.texts(engine, case["start"], 450, case["L"])
         stats = engine.stats()
-    assert stats["accepted"] > 50 and stats["hits"] > 20 and stats["speculation"] == "on"
+    assert stats["accepted"] > 50 and stats["hits"] > 15 and stats["speculation"] == "on"
     law = np.array(case["target_joint"])
     if law.reshape((case["V"],) * case["L"]).sum(axis=tuple(range(1, case["L"]))).min() > 0.01:
         assert set(range(case["V"])) - set(ids) <= set(tokens[:, -1].tolist())
@@ -77,8 +80,8 @@ PART = [0, 2, 3, 4, 7]
 def texts(**options: Any) -> list[list[int]]:
     draft = PartModel(Q, PART)
     with scripts.engine(scripts.model(P), draft, **({"branches": 3} | options)) as engine:
-        params = [scripts.sampled(seed, 30) for seed in range(4)]
-        params += [SamplingParams(30), SamplingParams(30, 0.8, top_k=4, seed=5)]
+        params = [scripts.sampled(seed, 20) for seed in range(4)]
+        params += [SamplingParams(20), SamplingParams(20, 0.8, top_k=4, seed=5)]
         return [out.token_ids for out in engine.generate([[1, 5]] * 6, params)]
 
 
@@ -96,7 +99,7 @@ def test_the_coupled_rule_and_the_noise_work_by_the_targets_ids() -> None:
     law = torch.full((36, 6), 0.002, dtype=torch.float64)
     law[:, 2:] = torch.rand(36, 4, generator=torch.Generator().manual_seed(3)).double() + 0.2
     law /= law.sum(-1, keepdim=True)
-    params = [scripts.sampled(seed, 60) for seed in range(6)]
+    params = [scripts.sampled(seed, 40) for seed in range(6)]
     rates = {}
     for rule in ("coupled", "block"):
         draft = PartModel(law, [2, 3, 4, 5])
@@ -135,7 +138,11 @@ def test_a_loaded_draft_has_the_rows_of_its_ids(pair: tuple[Any, str]) -> None:
     assert target.get_output_embeddings().weight.shape[0] == tiny_models.VOCAB
 
 
-def test_texts_with_such_a_draft(pair: tuple[Any, str], no_leaks: None) -> None:
+def test_texts_with_such_a_draft(
+    pair: tuple[Any, str], monkeypatch: pytest.MonkeyPatch, no_leaks: None
+) -> None:
+    """Through the memory and the messages of a draft process."""
+    faulty.local_children(monkeypatch)
     target, folder = pair
     params = [SamplingParams(20), scripts.sampled(1, 20), scripts.sampled(2, 20, top_p=0.9)]
     prompts, found = [[1, 65, 3]] * 3, {}
