@@ -31,10 +31,10 @@ def test_rates_are_those_of_an_engine_that_drafts_ahead(temperature: float) -> N
     """One pass over standard SD predicts as SSD does, ranking by ranking."""
     cells = hit_rates.measure_rates(
         scripts.model(P), scripts.model(Q), PROMPTS,
-        temperature=temperature, tokens=60, k=3, branches=5, batch=2, min_rounds=1,
+        temperature=temperature, tokens=30, k=3, branches=5, batch=2, min_rounds=1,
     )  # fmt: skip
     assert len(cells) == len(hit_rates.RANKINGS) * len(hit_rates.ALLOCATIONS)
-    params = [SamplingParams(60, temperature, seed=seed) for seed in range(3)]
+    params = [SamplingParams(30, temperature, seed=seed) for seed in range(3)]
     for cell in cells:
         if temperature == 0:  # there are no dice to know
             twin = next(its for its in cells if its["allocation"] == cell["allocation"])

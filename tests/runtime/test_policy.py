@@ -90,7 +90,7 @@ def test_the_crossover_is_where_the_closed_form_says(
     clock: virtual.Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Draft = target, and a script that says which outcomes are predicted: every number is known.
-    A redraft of all tokens takes 0.3 T_V."""
+    A redraft of all tokens takes 0.4 T_V."""
     predict, missed = Predictor.predict, Counter()
 
     def by_script(self, turn, drafter):
@@ -108,15 +108,15 @@ def test_the_crossover_is_where_the_closed_form_says(
 
     def measure(batch: int, fallback: str) -> float:
         target = scripts.model(law, batch, extend_s=VERIFY_S, slots=4096)
-        draft = scripts.model(law, batch, extend_s=0.3 * VERIFY_S / 4, tree_s=0.01, slots=4096)
+        draft = scripts.model(law, batch, extend_s=0.4 * VERIFY_S / 4, tree_s=0.01, slots=4096)
         options = {"fallback": fallback, "proposal": "none", "k": 4, "branches": 2}
         options |= {"max_batch": batch, "max_tokens": 10**6}
         with virtual.engine(clock, target, draft, **options) as engine:
-            return virtual.speed(clock, engine, batch, 400, temperature=0.0)
+            return virtual.speed(clock, engine, batch, 200, temperature=0.0)
 
     measure(4, "partial_accept")
     p, p_fast = (1 - missed[kind] / missed[kind, "of"] for kind in ("chain", "undrafted"))
-    crossing = crossover_batch(p, p_fast, 0.3, tokens_hit=5.0, tokens_redraft=5.0)
+    crossing = crossover_batch(p, p_fast, 0.4, tokens_hit=5.0, tokens_redraft=5.0)
     below, above = math.floor(crossing) - 1, math.ceil(crossing) + 1
     assert below >= 1 and above <= 6
     assert measure(below, "batched_retry") > measure(below, "partial_accept")
@@ -137,12 +137,12 @@ def test_adaptive_follows_the_crossover(clock: virtual.Clock) -> None:
 
 SWEEPS = {
     0.0: [(8, 4, "batched_retry"), (8, 4, "partial_accept"), (4, 12, "partial_accept")],
-    1.0: [(8, 4, "partial_accept"), (7, 8, "immediate_retry"), (4, 12, "partial_accept")],
+    1.0: [(7, 8, "immediate_retry")],
 }
 """The fastest of all k, branches and fallbacks on these models, and a usual one."""
 
 
-@pytest.mark.parametrize(("temperature", "tokens"), [(0.0, 300), (1.0, 600)])
+@pytest.mark.parametrize(("temperature", "tokens"), [(0.0, 200), (1.0, 250)])
 def test_auto_is_as_fast_as_the_best_of_a_sweep(
     clock: virtual.Clock, temperature: float, tokens: int
 ) -> None:
@@ -154,7 +154,7 @@ def test_auto_is_as_fast_as_the_best_of_a_sweep(
         pair = _pair(0.012, 0.008, row_s=0.0006)
         with virtual.engine(clock, *pair, **(defaults | config)) as engine:
             if config.get("policy") == "auto":  # until it has settled
-                virtual.speed(clock, engine, 1, 300, **options)
+                virtual.speed(clock, engine, 1, 200, **options)
                 for request in list(engine.scheduler._running.values()):
                     engine.cancel(request)
             return virtual.speed(clock, engine, 1, tokens, **options), engine.stats()["policy"]
@@ -169,7 +169,7 @@ def test_auto_goes_back_where_drafting_loses(clock: virtual.Clock) -> None:
     """A tree step longer than a verification: SD. A draft as slow as the target: nothing. Both are
     said, and tried again after a while."""
     for step_s, tree_s, method in ((0.01, 0.2, "sd"), (0.1, 0.12, "ar")):
-        speed, stats = _speed(clock, 1, 500, pair=(step_s, tree_s), policy="auto")
+        speed, stats = _speed(clock, 1, 350, pair=(step_s, tree_s), policy="auto")
         changes = stats["policy"]["changes"]
         assert changes[0]["method"] == method
         assert "predicted to lose" in changes[0]["why"]
@@ -206,7 +206,7 @@ def test_reproducible_keeps_k_and_the_text_under_auto(clock: virtual.Clock) -> N
             clock, *_pair(0.012, 0.05, row_s=0.01), reproducible=True, k=3, branches=24,
             max_batch=2, **options,
         ) as engine:  # fmt: skip
-            outputs = engine.generate([[1, 2], [3]], [scripts.sampled(s, 200) for s in (1, 2)])
+            outputs = engine.generate([[1, 2], [3]], [scripts.sampled(s, 100) for s in (1, 2)])
             report = engine.stats()["policy"]
         texts.append([output.token_ids for output in outputs])
     assert texts[0] == texts[1] == texts[2]
