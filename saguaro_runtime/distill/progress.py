@@ -21,7 +21,11 @@ class Progress:
         self._terminal = sys.stderr.isatty()
         shape = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left{postfix}"
         self._bar: Any = tqdm(
-            total=total_s, initial=done_s, bar_format=shape, disable=not self._terminal
+            total=total_s,
+            initial=done_s,
+            bar_format=shape,
+            file=sys.stderr,
+            disable=not self._terminal,
         )
         self._phase, self._said_s = "", 0.0
 
@@ -34,7 +38,7 @@ class Progress:
                 say(f"{phase}{note}, about {left_s / 60:.1f} min left")
                 self._said_s = now
         elif phase != self._phase:
-            self._bar.set_description(phase, refresh=False)
+            self._bar.set_description_str(phase, refresh=False)
         self._phase = phase
         self._bar.set_postfix_str(note.removeprefix(", "), refresh=False)
         self._bar.update(self._bar.total - left_s - self._bar.n)

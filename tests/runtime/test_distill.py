@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from saguaro_kernels.errors import ConfigError, UnsupportedError
 from saguaro_runtime import Engine, EngineConfig, SamplingParams, cli
 from saguaro_runtime.distill import Settings, distill, measure, run, texts
 from saguaro_runtime.distill.losses import distill_losses
+from saguaro_runtime.distill.progress import Progress
 from saguaro_runtime.distill.prompts import Prompt, invent_prompts, read_prompts, split_prompts
 from saguaro_runtime.distill.sampling import complete
 from saguaro_runtime.distill.settings import Work
@@ -462,6 +465,29 @@ def test_minutes_are_turned_into_a_fixed_amount_of_work(
     assert report["plan"] == planned | {"chunks": 1}
     # Done: nothing is left to do, and the report is that of before.
     assert distill(llama, tmp_path, settings, resume=True) == report
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_says_what_is_done_and_how_long_it_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work() -> None:
+        with Progress(120.0, done_s=30.0) as progress:
+            progress.show("sampling", 40.0, ", 1/3")
+            progress.show("training", 60.0, ", step 1/9")
+
+    work()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("sampling, 1/3, about 1.3 min left")
+    assert lines[1].startswith("training, step 1/9, about 1.0 min left")
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    work()
+    shown = terminal.getvalue().rstrip().split("\r")[-1]
+    assert re.fullmatch(r"training: +50%\|.*\| \d\d:\d\d, .* left, step 1/9", shown)
 
 
 def test_what_is_there_is_not_overwritten(
