@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from . import report, scripted
+from . import report
 from .scripted_pairs import sampled_laws
+from .scripted_race import Delays, run
 
 FACTORS = (1.0, 0.9, 0.75, 0.6, 0.45, 0.3)
 RANKINGS = ("probability", "noise")
@@ -38,8 +39,8 @@ class Row:
 
 def count(factor: float, ranking: str, rounds: int) -> Row:
     """`rounds` rounds of 16 requests."""
-    ran = scripted.run(
-        sampled_laws(), scripted.Delays(0.0, 0.0, 0.0), rounds, temperature=1.0, batch=BATCH,
+    ran = run(
+        sampled_laws(), Delays(0.0, 0.0, 0.0), rounds, temperature=1.0, batch=BATCH,
         lane="inline", method="ssd", k=K, branches=BRANCHES, rule="token", allocation="uniform",
         ranking=ranking, downweight=factor, reproducible=True,
     )  # fmt: skip

@@ -13,19 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from saguaro_kernels.errors import SaguaroError
-from saguaro_runtime import Engine, EngineConfig, SamplingParams
-from saguaro_runtime.models.scripted import ScriptedModel
 from saguaro_runtime.planner import fast_rate, published, ssd_vs_sd, theorem7
 
 from . import report
-from .scripted_pairs import START, greedy_laws, places_for, sampled_laws
+from .scripted_pairs import greedy_laws, places_for, sampled_laws
+from .scripted_race import TURN, WARM_UP, Ran, calibrated, race
 
 WITHIN = 0.10
 """Of the paper's ratio, and of Theorem 7's."""
@@ -41,28 +38,6 @@ RANKED_ROUNDS = 120
 K, BRANCHES, STEP = 5, 16, 0.15
 """Of ranking and waiting; a step takes .15 T_V: K of them .75, and all K + 1 fit in T_V."""
 BATCH = 8
-WARM_UP = 2
-
-
-@dataclass(frozen=True)
-class Delays:
-    """Seconds of a target forward, and of a draft step over one row and over all branches."""
-
-    verify_s: float
-    step_s: float
-    tree_s: float
-
-
-@dataclass(frozen=True)
-class Ran:
-    """What so many rounds of an engine came to."""
-
-    tokens_per_s: float
-    """Of all requests together."""
-    stats: dict[str, Any]
-    rounds: list[list[Any]]
-    """Of each request."""
-    spans: list[Any]
 
 
 @dataclass(frozen=True)
@@ -80,60 +55,12 @@ class Row:
     ok: bool
 
 
-def run(
-    laws: Sequence[Any],
-    delays: Delays,
-    count: int,
-    *,
-    temperature: float = 0.0,
-    batch: int = 1,
-    lane: str = "process",
-    **options: Any,
-) -> Ran:
-    """`count` rounds of `batch` requests, after a warm-up."""
-    config = EngineConfig(
-        max_batch=batch, threads=1, impl="reference", lane=lane, max_tokens=1 << 16, **options
-    )
-    sizes = {"rows": batch, "slots": 2048}
-    target = ScriptedModel(laws[0], extend_s=delays.verify_s, **sizes)
-    draft = ScriptedModel(laws[1], extend_s=delays.step_s, tree_s=delays.tree_s, **sizes)
-    with Engine(target, draft, config) as engine:
-        requests = [
-            engine.add(list(START), SamplingParams(1500, temperature, seed=seed, ignore_eos=True))
-            for seed in range(batch)
-        ]
-        for _ in range(WARM_UP):
-            engine.step()
-        engine.reset_stats()
-        before = sum(len(its.token_ids) for its in requests)
-        start = time.perf_counter()
-        for _ in range(count):
-            engine.step()
-        seconds = time.perf_counter() - start
-        tokens = sum(len(its.token_ids) for its in requests) - before
-        stats = engine.stats()
-        if stats["speculation"] not in ("on", "off"):
-            raise SaguaroError(f"speculation: {stats['speculation']}")
-        rounds = [list(its.rounds[WARM_UP:]) for its in requests]
-        return Ran(tokens / seconds, stats, rounds, list(engine.spans))
-
-
-def calibrated(laws: Sequence[Any], verify_s: float, step_s: float, **options: Any) -> Delays:
-    """Delays to ask for, so that with what is computed anyway calls take verify_s and step_s."""
-    options = options | {"method": "ssd", "fallback": "batched_retry", "lane": "inline"}
-    own = run(laws, Delays(0.0, 0.0, 0.0), 20, **options).stats
-    taken = (
-        own["t_verify_ms"], own["t_redraft_step_ms"], own["t_look_ahead_ms"] / (options["k"] + 1)
-    )  # fmt: skip
-    wanted = (verify_s, step_s, step_s)
-    return Delays(*(max(0.0, s - ms / 1e3) for s, ms in zip(wanted, taken, strict=True)))
-
-
 def paper(pair: published.Published, verify_s: float, count: int) -> tuple[list[Row], list[Any]]:
     """SSD over SD, and over AR, in the pair's proportions; and the last rounds' spans."""
     unit, step = 1.0 / pair.ar, pair.draft_round_seconds / (pair.k + 1)
     tokens = pair.sd * (unit + pair.k * step)
-    length = int((count + WARM_UP + 2) * tokens) + 2 * pair.k
+    rounds = WARM_UP + count + -(-count // TURN)
+    length = int((rounds + 2) * tokens) + 2 * pair.k
     places, _ = places_for(tokens, published.HIT_RATE, pair.k, length)
     laws = greedy_laws(places + ["agree"] * (900 - length))
     options: dict[str, Any] = {
@@ -141,9 +68,8 @@ def paper(pair: published.Published, verify_s: float, count: int) -> tuple[list[
         "ranking": "probability", "rule": "token", "reproducible": True,
     }  # fmt: skip
     delays = calibrated(laws, verify_s, verify_s * step / unit, **options)
-    sd = run(laws, delays, count, method="sd", **options)
-    ssd = run(laws, delays, count, method="ssd", **options)
-    ar = run(laws, delays, max(8, count // 3), method="ar", **options)
+    methods = {name: {"method": name} for name in ("ar", "sd", "ssd")}
+    ar, sd, ssd = race(laws, delays, count, methods, **options).values()
     after = ssd.stats["tokens_per_round_after"]
     gain = ssd_vs_sd(
         verify_seconds=ssd.stats["t_verify_ms"] / 1e3,
@@ -182,10 +108,8 @@ def ranking(verify_s: float, count: int, temperature: float) -> Row:
         "temperature": temperature,
     }  # fmt: skip
     delays = calibrated(laws, verify_s, STEP * verify_s, **options)
-    blind, knowing = (
-        run(laws, delays, count, method="ssd", ranking=name, **options)
-        for name in ("probability", "noise")
-    )
+    rankings = {name: {"ranking": name} for name in ("probability", "noise")}
+    blind, knowing = race(laws, delays, count, rankings, method="ssd", **options).values()
 
     def speed(ran: Ran) -> float:
         verify, ahead, redraft = _times(ran)
@@ -210,11 +134,8 @@ def waiting(verify_s: float, count: int) -> Row:
         "batch": BATCH, "proposal": "none",
     }  # fmt: skip
     delays = calibrated(laws, verify_s, STEP * verify_s, **options)
-    runs = [
-        run(laws, delays, count, method="ssd", fallback=name, **options)
-        for name in ("batched_retry", "partial_accept")
-    ]
-    wait, fast = runs
+    fallbacks = {name: {"fallback": name} for name in ("batched_retry", "partial_accept")}
+    wait, fast = race(laws, delays, count, fallbacks, method="ssd", **options).values()
     p, p_fast = _hit_rates(fast)
     tokens_hit = fast.stats["tokens_per_round_after"]["hit"]
     verify, ahead, redraft = _times(wait)
@@ -297,7 +218,7 @@ def main(arguments: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="half the rounds: a minute")
     parser.add_argument("--rounds", type=int, default=60, help="per run (%(default)s)")
-    parser.add_argument("--verify-ms", type=float, default=60.0, help="T_V (%(default)s)")
+    parser.add_argument("--verify-ms", type=float, default=80.0, help="T_V (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
     count = options.rounds // (2 if options.quick else 1)

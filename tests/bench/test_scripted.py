@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from bench import __main__ as command
-from bench import scripted
+from bench import scripted, scripted_race
 from bench.scripted_pairs import PRIME, START, greedy_laws, path, places_for, play, sampled_laws
 from saguaro_runtime.metrics import Span
 from saguaro_runtime.planner import expected_tokens, published
 
-NONE = scripted.Delays(0.0, 0.0, 0.0)
+NONE = scripted_race.Delays(0.0, 0.0, 0.0)
 
 
 def test_the_path_visits_every_context_once() -> None:
@@ -44,7 +45,7 @@ def test_places_play_what_they_are_made_for(pair: published.Published) -> None:
 def test_the_engine_plays_the_places() -> None:
     """Round by round: what is kept and what hits is what the places say."""
     places, _ = places_for(3.5, 0.9, 4, 120)
-    ran = scripted.run(
+    ran = scripted_race.run(
         greedy_laws(places), NONE, 25, lane="inline", method="ssd", k=4, branches=10,
         allocation="uniform", ranking="probability", rule="token", reproducible=True,
     )  # fmt: skip
@@ -102,31 +103,27 @@ def test_hit_rates_by_what_came_before() -> None:
         return SimpleNamespace(drafted=drafted, source=source)
 
     rounds = [round_(5, "hit"), round_(0, "miss"), round_(5, "hit"), round_(5, "hit")]
-    ran = scripted.Ran(0.0, {}, [rounds, rounds[:1]], [])
+    ran = scripted_race.Ran(0.0, {}, [rounds, rounds[:1]], [])
     assert scripted._hit_rates(ran) == (0.5, 1.0)
 
 
 def test_gains_are_predicted_from_the_runs_own_times(monkeypatch) -> None:
     times = {"t_verify_ms": 100.0, "t_look_ahead_ms": 90.0, "t_redraft_step_ms": 15.0}
 
-    def ran(*_: object, ranking: str = "", fallback: str = "", **__: object) -> scripted.Ran:
-        hits = {"probability": 0.5, "noise": 0.8}.get(ranking, 0.9)
-        if fallback == "partial_accept":
-            pairs = [SimpleNamespace(drafted=5, source="hit")] * 10
-            pairs.append(SimpleNamespace(drafted=0, source="miss"))
-            pairs.append(SimpleNamespace(drafted=5, source="hit"))
-            stats = {
-                "hit_rate": 0.9,
-                "tokens_per_round": 3.0,
-                "tokens_per_round_after": {"hit": 3.2},
-            }
-            return scripted.Ran(30.0, times | stats, [pairs], [])
-        rate = 10.0 if ranking == "probability" else 10 * 1.375 / 1.15
-        if fallback:
-            rate = 21.0
-        return scripted.Ran(rate, times | {"hit_rate": hits, "tokens_per_round": 3.0}, [], [])
+    def ran(name: str) -> scripted_race.Ran:
+        hits = {"probability": 0.5, "partial_accept": 0.9}.get(name, 0.8)
+        stats = times | {"hit_rate": hits, "tokens_per_round": 3.0}
+        stats["tokens_per_round_after"] = {"hit": 3.2}
+        went_on = [SimpleNamespace(drafted=5, source="hit")] * 10
+        went_on.append(SimpleNamespace(drafted=0, source="miss"))
+        went_on.append(SimpleNamespace(drafted=5, source="hit"))
+        rates = {"probability": 10.0, "noise": 11.957, "batched_retry": 21.0}
+        return scripted_race.Ran(rates.get(name, 30.0), stats, [went_on], [])
 
-    monkeypatch.setattr(scripted, "run", ran)
+    def race(*arguments: Any, **_: object) -> dict[str, scripted_race.Ran]:
+        return {name: ran(name) for name in arguments[3]}
+
+    monkeypatch.setattr(scripted, "race", race)
     monkeypatch.setattr(scripted, "calibrated", lambda *_, **__: NONE)
     row = scripted.ranking(0.1, 10, 1.0)
     # 3 tokens in 1 + (1 - p) * .75 verifications.
@@ -138,3 +135,26 @@ def test_gains_are_predicted_from_the_runs_own_times(monkeypatch) -> None:
     waiting = 3.0 / (1 + (1 - 0.8**8) * 0.75)
     assert row.predicted == pytest.approx(going_on / waiting)
     assert row.measured == pytest.approx(30 / 21)
+
+
+def test_variants_take_turns_and_their_first_rounds_are_not_timed(monkeypatch) -> None:
+    order: list[str] = []
+    real = scripted_race._Runner.time
+
+    def timed(self: Any, rounds: int) -> None:
+        order.append(f"{self.engine.config.ranking} {rounds}")
+        real(self, rounds)
+
+    monkeypatch.setattr(scripted_race._Runner, "time", timed)
+    variants = {name: {"ranking": name} for name in ("probability", "noise")}
+    found = scripted_race.race(
+        sampled_laws(8), NONE, 12, variants, lane="inline", method="ssd", k=2, branches=4,
+        temperature=1.0, reproducible=True,
+    )  # fmt: skip
+    assert order == ["probability 10", "noise 10", "probability 2", "noise 2"]
+    blind, knowing = found.values()
+    assert blind.stats["rounds"] == knowing.stats["rounds"] == 12 + 2
+    # The same text in the same rounds; which of them were foreseen differs.
+    assert [its.committed for its in blind.rounds[0]] == [
+        its.committed for its in knowing.rounds[0]
+    ]
