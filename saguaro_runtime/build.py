@@ -40,9 +40,10 @@ def build_target(target: Any, config: EngineConfig, tokenizer: Any = None) -> Bu
     if isinstance(target, str | Path):
         from transformers import AutoTokenizer
 
+        from .models.gguf_folder import folder_of
         from .models.transformers import load_model
 
-        path = str(target)
+        path = folder_of(str(target))
         target = load_model(path)
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(path)
     tokens = config.max_tokens + config.max_batch * _PAGE
@@ -103,10 +104,12 @@ def build_lane(draft: Any, target: Built, config: EngineConfig) -> Lane | None:
         drafter = NgramDrafter(rows=config.max_batch, draft_len=config.draft_len, impl=config.impl)
         return InlineLane(drafter)
     if isinstance(draft, str | Path):
+        from .models.gguf_folder import folder_of
         from .models.transformers import check_same_tokenizer, load_draft
 
-        check_same_tokenizer(str(draft), target.tokenizer)
-        draft = load_draft(str(draft), target.source)
+        path = folder_of(str(draft))
+        check_same_tokenizer(path, target.tokenizer)
+        draft = load_draft(path, target.source)
     _check_device("draft", draft)
     draft_vocab, ids = _vocabulary(draft)
     if ids is not None and int(ids[-1]) >= target.model.vocab_size:

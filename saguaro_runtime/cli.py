@@ -132,14 +132,16 @@ def check_model(option: str, name: str) -> str:
     if path.is_dir():
         missing = "" if (path / "config.json").is_file() else "has no config.json"
     elif path.exists():
-        missing = "is a file"
+        missing = "" if path.suffix == ".gguf" else "is a file"
     else:
         missing = "does not exist" if is_path else ""
     if missing:
         from saguaro_kernels.errors import ConfigError
 
-        raise ConfigError(f"{option} {name}: {missing}; want a folder of a transformers model")
-    return str(path) if path.is_dir() else name
+        raise ConfigError(
+            f"{option} {name}: {missing}; want a folder of a transformers model, or a .gguf file"
+        )
+    return str(path) if path.exists() else name
 
 
 # Options that several commands share.
@@ -147,7 +149,9 @@ def check_model(option: str, name: str) -> str:
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Which models, and whether the draft is used."""
-    parser.add_argument("--target", required=True, metavar="PATH", help="folder or hub name")
+    parser.add_argument(
+        "--target", required=True, metavar="PATH", help="folder, .gguf file or hub name"
+    )
     parser.add_argument("--draft", metavar="PATH", help="same vocabulary; or ngram: no model")
     parser.add_argument("--method", choices=("ar", "sd", "ssd"), default="ssd")
 
