@@ -15,6 +15,7 @@ paper       the paper's rates beside the planner's
 scripted    the engine on models whose times and laws are known, beside what they predict
 downweight  Saguaro's C: what acceptance pays for hits
 equality    every method's text against the target's own
+policy      "auto" beside every fixed k, branches and fallback of a sweep
 hit_rates   how often the outcome was predicted on the demo's pair, by ranking and allocation
 end_to_end  tokens per second of every method on the demo's pair
 readme      the README's tables, from bench/results; --check: are they current?

@@ -59,6 +59,11 @@ SYSTEM: dict[str, System] = {
             full=(),
         ),
         System(
+            "policy",
+            "the policy auto beside the best of a sweep, on the demo's pair",
+            gate=_SAME_TEXTS,
+        ),
+        System(
             "hit_rates",
             "hit rates on the demo's pair by ranking, allocation and temperature; tree steps",
         ),

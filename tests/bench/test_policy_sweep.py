@@ -1,0 +1,30 @@
+"""The sweep that the policy is held against, on a scripted pair."""
+
+from __future__ import annotations
+
+import scripts
+
+from bench import policy
+from saguaro_runtime import EngineConfig, SamplingParams
+from saguaro_runtime.demo_measure import Pair
+
+P = scripts.random_law(8, seed=1)
+Q = scripts.random_law(8, seed=2, near=P)
+
+
+def test_every_variant_decodes_the_same_prompts(monkeypatch) -> None:
+    monkeypatch.setattr(policy, "SWEEP", [(1, 2), (3, 4)])
+    monkeypatch.setattr(
+        Pair, "open", lambda self, config: scripts.engine(
+            scripts.model(P), scripts.model(Q), **{**vars(config), "impl": "reference"}
+        ),
+    )  # fmt: skip
+    cell = policy.compare(
+        Pair(None, None, None), [[1, 2], [3]], EngineConfig(lane="inline"),
+        SamplingParams(12, temperature=1.0), size=1, count=1, settle=1,
+    )  # fmt: skip
+    assert len(cell["tokens_per_s"]) == 1 + 2 + 2 * 2 + 1
+    assert cell["best"] in cell["tokens_per_s"] and cell["best"] != "auto"
+    assert cell["policy"]["name"] == "auto" and cell["policy"]["k"] <= 3
+    text = policy.render([cell])
+    assert "auto / best fixed" in text and "SD, k 3" in text
