@@ -10,16 +10,15 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from saguaro_kernels import Keys, Sampling, Status
-from saguaro_kernels.errors import ConfigError
 from saguaro_kernels.verification import Draft
 
 from .build import Built
 from .config import EngineConfig
+from .intake import new_request, slots_of
 from .metrics import Counts, Served, Source
 from .params import SamplingParams
 from .policy import Policy
-from .processors import LogitsEditor
-from .requests import Prompt, Request, Round, TextStream
+from .requests import Prompt, Request, Round
 from .round import Admission, Chunk, RowTable, Turn
 from .verifier import Judgement
 
@@ -54,7 +53,10 @@ class Scheduler:
 
     def add_all(self, asked: Sequence[tuple[Prompt, SamplingParams]]) -> list[Request]:
         """Queue all of them or, if one cannot be served, none."""
-        requests = [self._request(prompt, params) for prompt, params in asked]
+        requests = [
+            new_request(prompt, params, self.built, self.config, self._uids)
+            for prompt, params in asked
+        ]
         for request in requests:
             if request.limit > 0:
                 self._waiting.append(request)
@@ -66,7 +68,7 @@ class Scheduler:
     def admit(self) -> None:
         """Give rows and slots to waiting requests, first come first served."""
         while self._waiting and self._free_rows:
-            slots = self._slots(self._waiting[0])
+            slots = slots_of(self._waiting[0], self.config)
             if slots > self._free_slots:
                 break
             request = self._waiting.popleft()
@@ -217,7 +219,7 @@ class Scheduler:
         self._filled.pop(request.row, None)
         del self._running[request.row]
         self._table.clear(request.row)
-        self._free_slots += self._slots(request)
+        self._free_slots += slots_of(request, self.config)
         self._free_rows.append(request.row)
         self._free_rows.sort()
         self._left.append(request.row)
@@ -227,42 +229,7 @@ class Scheduler:
         if request.row in self._filled:
             text = text[: self._filled[request.row] + 1]
         params = request.params.without_functions()
-        return Admission(request.row, text, params, self._slots(request))
-
-    def _slots(self, request: Request) -> int:
-        return len(request.prompt) + request.limit + self.config.draft_len + 1
-
-    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
-        built, tokenizer = self.built, self.built.tokenizer
-        if (isinstance(prompt, str) or params.stop) and tokenizer is None:
-            raise ConfigError("prompt: text or stop strings need Engine(..., tokenizer=...)")
-        ids = tokenizer(prompt).input_ids if isinstance(prompt, str) else [int(id) for id in prompt]
-        vocab = built.model.vocab_size
-        if not ids:
-            raise ConfigError("prompt: got no tokens, want at least one")
-        for name, its in (("prompt", ids), ("allowed_token_ids", params.allowed_token_ids or ())):
-            if not all(0 <= id < vocab for id in its):
-                raise ConfigError(f"{name}: token ids must lie in 0..{vocab - 1}")
-        if len(ids) >= built.max_length:
-            raise ConfigError(f"prompt: {len(ids)} tokens, the model holds {built.max_length}")
-        stop_ids = frozenset(params.stop_token_ids)
-        stop_ids |= frozenset() if params.ignore_eos else built.stop_ids
-        request = Request(
-            uid=next(self._uids),
-            prompt=ids,
-            params=params,
-            stop_ids=stop_ids,
-            limit=min(params.max_new_tokens, built.max_length - len(ids)),
-            editor=LogitsEditor(params, ids, stop_ids, vocab),
-            stream=TextStream(tokenizer, params.stop) if tokenizer is not None else None,
-        )
-        if self._slots(request) > self.config.max_tokens:
-            raise ConfigError(
-                f"prompt: {len(ids)} tokens and {request.limit} new ones need "
-                f"{self._slots(request)} key-value slots, max_tokens={self.config.max_tokens}; "
-                "raise it, or ask for fewer"
-            )
-        return request
+        return Admission(request.row, text, params, slots_of(request, self.config))
 
 
 def _fallback(turn: Turn, drafted: int) -> str:

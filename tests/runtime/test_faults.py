@@ -119,6 +119,10 @@ def test_a_draft_process_that_keeps_dying_is_given_up(
     assert len(started) == len(stats["draft_faults"]) == 6  # the first and five more
 
 
+def _raise(error: Exception) -> Any:
+    raise error
+
+
 TROUBLE = {
     "nothing": lambda message, answer: None,
     "an old answer": lambda message, answer: ("chain", message[1] - 1, *answer[2:]),
@@ -128,6 +132,7 @@ TROUBLE = {
     "half": lambda message, answer: answer[:2],
     "wrong spans": lambda message, answer: (*answer[:3], [1]),
     "unknown": lambda message, answer: ("shrug", answer[3]),
+    "out of memory": lambda message, answer: _raise(MemoryError("no 3 GiB")),
 }
 
 
