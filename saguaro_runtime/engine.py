@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from saguaro_kernels.errors import ConfigError
 
@@ -140,18 +141,27 @@ class Engine:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] = _GREEDY,
+        *,
+        progress: bool = False,
     ) -> list[Output]:
-        """Decode prompts to their ends; outputs in order, one prompt gives a list of one."""
+        """Decode prompts to their ends; outputs in order, one prompt gives a list of one.
+
+        progress: a bar of tokens on stderr, if that is a terminal.
+        """
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
         several: Sequence[Any] = [prompts] if single else list(prompts)
         each = [params] * len(several) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(several):
             raise ConfigError(f"params: got {len(each)} for {len(several)} prompts, want one each")
         requests = self.scheduler.add_all(list(zip(several, each, strict=True)))
+        most = sum(request.limit for request in requests)
+        bar = tqdm(total=most, unit="token", disable=None if progress else True)
         try:
             while any(request.finish_reason is None for request in requests):
                 self.step()
+                bar.update(sum(len(request.token_ids) for request in requests) - bar.n)
         finally:
+            bar.close()
             for request in requests:
                 self.cancel(request)
         return [request.output() for request in requests]

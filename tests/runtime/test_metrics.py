@@ -113,6 +113,27 @@ def test_rounds_without_an_answer_of_the_draft_are_late_and_no_misses() -> None:
     assert request.output().metrics["rounds_by_source"]["late"] == len(sources) - 4
 
 
+def test_a_bar_shows_how_far_a_generation_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[int] = []
+
+    class Bar:
+        def __init__(self, total: int, disable: bool | None, **_: object) -> None:
+            self.n, self.disable = 0, disable
+            assert total == 30
+
+        def update(self, count: int) -> None:
+            self.n += count
+            shown.append(self.n)
+
+        def close(self) -> None:
+            shown.append(-1)
+
+    monkeypatch.setattr("saguaro_runtime.engine.tqdm", Bar)
+    with scripts.engine(scripts.model(P), scripts.model(Q)) as engine:
+        engine.generate([[1, 2]] * 2, SamplingParams(15), progress=True)
+    assert shown[-2:] == [30, -1] and shown[:-1] == sorted(shown[:-1]) and len(shown) > 5
+
+
 def test_histogram_counts_values_up_to_each_bound() -> None:
     histogram = Histogram([1.0, 2.0])
     for value in (0.5, 1.0, 1.5, 2.0, 9.0):
