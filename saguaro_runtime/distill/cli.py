@@ -18,7 +18,7 @@ EXAMPLES = """\
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--target", required=True, metavar="PATH", help="folder or hub name of the model")
+    add("--target", required=True, metavar="PATH", help="folder, .gguf file or hub name")
     add("--out", required=True, metavar="DIR", help="where the draft goes, and what is resumed")
     add("--resume", action="store_true", help="go on where an interrupted run stopped")
     # No defaults: they are those of Settings, or of the run that is resumed.

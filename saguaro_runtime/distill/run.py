@@ -17,6 +17,7 @@ from ..build import _stop_ids
 from ..cli_generate import encode
 from ..doctor import faster_dtype
 from ..models.draft import DRAFT_VOCAB
+from ..models.gguf_folder import folder_of
 from ..models.transformers import load_draft, load_model
 from .measure import measure
 from .progress import Interruptions, Progress, say
@@ -51,7 +52,7 @@ def distill(
     has no embedding and no head of its own: it is loaded beside its target.
 
     Args:
-        target: a transformers folder or a hub name; see `FAMILIES` for what it may be.
+        target: a transformers folder, a GGUF file or a hub name; see `FAMILIES` for what it may be.
         resume: go on with what an interrupted run has left in `out`, if there is any. It ends as
             an uninterrupted run would have (same machine, same number of threads).
     Raises:
@@ -59,7 +60,8 @@ def distill(
         ConfigError: settings that do not fit the target or those of the run to be resumed, a folder
             that holds something else.
     """
-    config = _config_of(target)
+    folder = folder_of(target)
+    config = _config_of(folder)
     check_family(config)
     layers = choose_layers(settings.layers, config.num_hidden_layers)
     if settings.draft_vocab is not None and settings.draft_vocab >= config.vocab_size:
@@ -74,7 +76,7 @@ def distill(
     work.begin(target, settings, resume=resume)
     if work.report.is_file():
         return read_json(work.report)
-    return _Run(target, config.dtype, settings, layers, prompts, work).run()
+    return _Run(folder, config.dtype, settings, layers, prompts, work).run()
 
 
 class _Run:
