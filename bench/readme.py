@@ -19,6 +19,7 @@ from . import end_to_end, equality, hit_rates, plots, report, scripted
 
 README = report.HERE.parent / "README.md"
 RESULTS = report.HERE / "results"
+_RULES = ("verify.token", "verify.block", "verify.greedy", "verify.coupled")
 _MARK = re.compile(r"(<!-- bench: (\w+) -->\n).*?(<!-- /bench: \2 -->)", re.DOTALL)
 
 
@@ -30,7 +31,8 @@ def markdown(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 def traffic(path: Path = RESULTS / "traffic.json") -> str:
     """Verification beside the peers, ours in bold, the least traffic first."""
-    headers, rows = report.peer_rows(report.read_json(path))
+    results = report.read_json(path)
+    headers, rows = report.peer_rows(results)
     cells = []
     for row in rows:
         text = [f"{v:.2f}" if isinstance(v, float) else str(v) for v in row]
@@ -43,8 +45,20 @@ def traffic(path: Path = RESULTS / "traffic.json") -> str:
         f"One request, K = {shape['K']}, V = {shape['V']}, bf16 logits; requested bytes, counted "
         f"in Triton's interpreter on {machine['date']} (triton {machine['triton']}, commit "
         f"{machine['commit'][:12]}) by `python -m bench traffic`. No time was measured. The bound "
-        "of block is for computing every residual: a scan that stops early may go below it.\n"
+        "of block is for computing every residual: a scan that stops early may go below it."
+        f"{_of_batches(results)}\n"
     )
+
+
+def _of_batches(results: Sequence[report.Result]) -> str:
+    """MB per request of 8, the most over the temperatures."""
+    most: dict[str, float] = {}
+    for r in results:
+        if r.provider == "ours" and r.shape.startswith("B8-K7") and r.case in _RULES:
+            moved = ((r.bytes_read or 0) + (r.bytes_written or 0)) / 8e6
+            most[r.case] = max(moved, most.get(r.case, 0.0))
+    figures = (f"{case.partition('.')[2]} {moved:.2f}" for case, moved in most.items())
+    return f" Of 8 requests, MB for each: {', '.join(figures)}." if most else ""
 
 
 def demo(path: Path = RESULTS / "demo.json") -> str:

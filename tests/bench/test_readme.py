@@ -31,6 +31,28 @@ def test_the_committed_traffic_is_the_least_of_all() -> None:
         assert max(row[ratio] for row in ours) <= 1.03 * min(row[ratio] for row in peers)
 
 
+def test_the_committed_traffic_is_within_its_bars() -> None:
+    results = report.read_json(readme.RESULTS / "traffic.json")
+    assert all(r.meets_bound and r.syncs == 0 and r.wide_writes == 0 for r in results)
+    bars = {"verify.token": (2.65, 3), "verify.block": (3.2, 4), "verify.block-close": (5.6, 4),
+            "verify.greedy": (1.9, 2)}  # fmt: skip
+    seen = set()
+    for r in results:
+        requests, _, temperature = re.match(r"[BR](\d+)-(K7-)?V128256-T([\d.]+)", r.shape).groups()
+        if r.case in bars:
+            megabytes, launches = bars[r.case]
+            assert (r.bytes_read + r.bytes_written) / 1e6 / int(requests) <= megabytes, r
+            assert r.launches <= launches, r
+        elif r.case in ("saguaro_sample", "row_stats"):
+            filtered = "top_" in r.shape
+            assert r.launches <= 2 + filtered and (filtered or r.ratio <= 1.05), r
+        seen.add((r.case, requests, temperature))
+    temperatures = {"verify.greedy": ("0.0",)}
+    for case in (*bars, "saguaro_sample"):
+        for temperature in temperatures.get(case, ("1.0", "0.7")):
+            assert {(case, "1", temperature), (case, "8", temperature)} <= seen, case
+
+
 def test_a_marked_table_is_made_anew(tmp_path, monkeypatch) -> None:
     path = tmp_path / "traffic.json"
     report.write_json(path, [OURS, dataclasses.replace(OURS, provider="torch")])
