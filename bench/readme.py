@@ -1,4 +1,7 @@
-"""The README's tables, generated from the committed results: `python -m bench readme [--check]`.
+"""The tables of README.md and docs/measured.md, made from the committed results.
+
+    python -m bench readme            writes them
+    python -m bench readme --check    says whether they are current
 
 A table stands between `<!-- bench: NAME -->` and `<!-- /bench: NAME -->`; NAME is a file of
 `bench/results` that `python -m bench ... --json` wrote. Plots that are out of date are drawn, too.
@@ -17,7 +20,7 @@ from saguaro_runtime import demo_report
 
 from . import end_to_end, equality, hit_rates, plots, report, scripted
 
-README = report.HERE.parent / "README.md"
+PAGES = (report.HERE.parent / "README.md", report.HERE.parent / "docs" / "measured.md")
 RESULTS = report.HERE / "results"
 _RULES = ("verify.token", "verify.block", "verify.greedy", "verify.coupled")
 _MARK = re.compile(r"(<!-- bench: (\w+) -->\n).*?(<!-- /bench: \2 -->)", re.DOTALL)
@@ -138,20 +141,27 @@ def regenerate(text: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Rewrite the README's tables; with --check only say whether they are current (exit 1: no)."""
-    parser = argparse.ArgumentParser(prog="python -m bench readme", description=__doc__)
+    """Rewrite the tables; with --check only say whether they are current (exit 1: no)."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench readme", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args(arguments)
-    if not README.exists():
-        print(f"no README at {README.parent}: run this in the repository")
+    if missing := [str(page) for page in PAGES if not page.exists()]:
+        print(f"no {', '.join(missing)}: run this in the repository")
         return 2
-    stale = [name for name in plots.PLOTS if plots.outdated(name)]
-    if stale and not options.check and plots.main(stale):
+    drawn = [name for name in plots.PLOTS if plots.outdated(name)]
+    if drawn and not options.check and plots.main(drawn):
         return 2
-    before = README.read_text(encoding="utf-8")
-    after = regenerate(before)
+    stale = []
+    for page in PAGES:
+        before = page.read_text(encoding="utf-8")
+        after = regenerate(before)
+        if before != after:
+            stale.append(page.name)
+            if not options.check:
+                page.write_text(after, encoding="utf-8")
     if options.check:
-        print("the tables are current" if before == after else "run: python -m bench readme")
-        return int(before != after)
-    README.write_text(after, encoding="utf-8")
-    return 0
+        print(f"{', '.join(stale)}: run python -m bench readme" if stale else "current")
+    return int(options.check and bool(stale))

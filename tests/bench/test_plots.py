@@ -153,7 +153,7 @@ def test_matplotlib_is_optional(folders, capsys, monkeypatch) -> None:
 def test_the_readme_command_draws_what_is_out_of_date(folders, tmp_path, monkeypatch) -> None:
     page = tmp_path / "README.md"
     page.write_text("<!-- bench: plots -->\n<!-- /bench: plots -->\n")
-    monkeypatch.setattr(readme, "README", page)
+    monkeypatch.setattr(readme, "PAGES", (page,))
     (folders / "downweight.json").write_text(json.dumps(DOWNWEIGHT))
     assert command.main(["readme"]) == 0
     assert "docs/plots/downweight.png" in page.read_text()

@@ -73,7 +73,7 @@ def test_a_stale_table_is_noticed(tmp_path, monkeypatch, capsys) -> None:
     page = tmp_path / "README.md"
     page.write_text("<!-- bench: traffic -->\n<!-- /bench: traffic -->\n")
     monkeypatch.setitem(readme.SECTIONS, "traffic", lambda: readme.traffic(path))
-    monkeypatch.setattr(readme, "README", page)
+    monkeypatch.setattr(readme, "PAGES", (page,))
     assert command.main(["readme", "--check"]) == 1
     assert "python -m bench readme" in capsys.readouterr().out
     assert command.main(["readme"]) == 0
