@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from saguaro_runtime import EngineConfig, SamplingParams
-from saguaro_runtime.demo_measure import AssistedRun, Batch, Pair, Run, measure, opened
-from saguaro_runtime.demo_report import Variant, predict, versions
+from saguaro_runtime.demo.measure import AssistedRun, Batch, Pair, Run, measure, opened
+from saguaro_runtime.demo.report import Variant, predict, versions
 
 from . import report
 from .equality import chat_prompts, code_prompts
@@ -190,9 +190,9 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if options.quick:
         options.batches, options.tokens = min(options.batches, 4), min(options.tokens, 32)
+    from saguaro_runtime.cli.doctor import faster_dtype
     from saguaro_runtime.demo import load
-    from saguaro_runtime.demo_model import load_pair
-    from saguaro_runtime.doctor import faster_dtype
+    from saguaro_runtime.demo.model import load_pair
 
     paths = (options.target, options.draft) if options.target else load_pair()
     dtype = faster_dtype()

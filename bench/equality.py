@@ -183,7 +183,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--tokens", type=int, default=64, help="per prompt (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
-    from saguaro_runtime.demo_model import load_pair
+    from saguaro_runtime.demo.model import load_pair
     from saguaro_runtime.models.transformers import load_draft, load_model
 
     paths = (options.target, options.draft) if options.target else load_pair()

@@ -327,7 +327,7 @@ def _real_pairs(
 ) -> tuple[Iterator[tuple[str, Any, Any]], list[list[int]]]:
     import transformers
 
-    from saguaro_runtime.demo_model import load_pair
+    from saguaro_runtime.demo.model import load_pair
     from saguaro_runtime.models.transformers import load_draft, load_model
 
     from .equality import chat_prompts, code_prompts

@@ -109,8 +109,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _measured(pair: Any, options: argparse.Namespace) -> tuple[dict[str, dict[str, Any]], bool]:
     from saguaro_runtime.demo import load
-    from saguaro_runtime.demo_measure import opened
-    from saguaro_runtime.demo_report import Variant
+    from saguaro_runtime.demo.measure import opened
+    from saguaro_runtime.demo.report import Variant
 
     from .equality import code_prompts
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from saguaro_runtime import EngineConfig, SamplingParams
-from saguaro_runtime.demo_measure import Pair, measure, opened
-from saguaro_runtime.demo_report import Variant
+from saguaro_runtime.demo.measure import Pair, measure, opened
+from saguaro_runtime.demo.report import Variant
 
 from . import report
 from .end_to_end import batches_of
@@ -97,9 +97,9 @@ def main(arguments: Sequence[str]) -> int:
     add("--size", type=int, default=1, help="prompts at once (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="rewritten after every temperature")
     options = parser.parse_args(arguments)
+    from saguaro_runtime.cli.doctor import faster_dtype
     from saguaro_runtime.demo import load
-    from saguaro_runtime.demo_model import load_pair
-    from saguaro_runtime.doctor import faster_dtype
+    from saguaro_runtime.demo.model import load_pair
 
     from .equality import chat_prompts, code_prompts
 

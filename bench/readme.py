@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from saguaro_runtime import demo_report
+from saguaro_runtime.demo import report as demo_report
 
 from . import end_to_end, equality, hit_rates, plots, report, scripted
 

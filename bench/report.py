@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from saguaro_runtime import demo_report
+from saguaro_runtime.demo import report as demo_report
 
 HERE = Path(__file__).parent
 BANDWIDTHS = {"H100 SXM": 3.35e12, "H200": 4.8e12, "A100 80GB": 2.04e12, "MI300X": 5.3e12}

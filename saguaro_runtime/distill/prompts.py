@@ -17,7 +17,7 @@ from typing import Any
 
 from saguaro_kernels.errors import ConfigError
 
-from ..cli_generate import encode
+from ..cli.generate import encode
 
 ASKED = (
     "What is", "What are the", "Why do", "Why is", "How do I", "How does", "How can I",

@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 from saguaro_kernels.errors import ConfigError
 
 from ..build import _stop_ids
-from ..cli_generate import encode
+from ..cli.generate import encode
 from ..doctor import faster_dtype
 from ..models.draft import DRAFT_VOCAB
 from ..models.gguf_folder import folder_of

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from saguaro_kernels.errors import ConfigError
 
-from ..cli_generate import encode
+from ..cli.generate import encode
 from .prompts import Prompt, before_the_user, invent_prompts
 from .sampling import complete
 

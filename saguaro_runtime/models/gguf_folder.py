@@ -7,7 +7,7 @@ from pathlib import Path
 
 from saguaro_kernels.errors import ConfigError
 
-from ..demo_model import _make_once, _only_one, _sha256, default_cache
+from ..demo.model import _make_once, _only_one, _sha256, default_cache
 
 
 def folder_of(path: str) -> str:
@@ -27,7 +27,7 @@ def folder_of(path: str) -> str:
             f"model {path!r}: the package 'gguf', which reads it, is missing; "
             'run: pip install "saguaro-ssd[demo]"'
         )
-    from ..demo_convert import convert
+    from ..demo.convert import convert
 
     cache = default_cache()
     folder = cache / f"gguf-{_sha256(file)[:12]}"

@@ -10,7 +10,7 @@ import pytest
 
 from bench import end_to_end
 from saguaro_runtime import EngineConfig, SamplingParams
-from saguaro_runtime.demo_report import Variant
+from saguaro_runtime.demo.report import Variant
 
 STATS = {
     "tokens_per_round": 2.0,
@@ -45,7 +45,7 @@ class FakeRun:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr("saguaro_runtime.demo_measure.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("saguaro_runtime.demo.measure.time.perf_counter", lambda: now[0])
     return now
 
 

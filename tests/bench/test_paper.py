@@ -10,7 +10,7 @@ import scripts
 from bench import __main__ as command
 from bench import paper
 from saguaro_runtime import Engine
-from saguaro_runtime.demo_measure import EngineRun
+from saguaro_runtime.demo.measure import EngineRun
 from saguaro_runtime.planner import published
 
 P = scripts.random_law(6, seed=1)

@@ -6,7 +6,7 @@ import scripts
 
 from bench import policy
 from saguaro_runtime import EngineConfig, SamplingParams
-from saguaro_runtime.demo_measure import Pair
+from saguaro_runtime.demo.measure import Pair
 
 P = scripts.random_law(8, seed=1)
 Q = scripts.random_law(8, seed=2, near=P)

@@ -12,8 +12,9 @@ import pytest
 import tiny_models
 
 from saguaro_kernels import _launch
-from saguaro_runtime import Engine, EngineConfig, SamplingParams, build, chat, cli
-from saguaro_runtime.chat import Conversation, Interrupt, StatusLine
+from saguaro_runtime import Engine, EngineConfig, SamplingParams, build, cli
+from saguaro_runtime.cli import chat
+from saguaro_runtime.cli.chat import Conversation, Interrupt, StatusLine
 
 
 @pytest.fixture(scope="module")

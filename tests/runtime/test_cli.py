@@ -19,8 +19,8 @@ import saguaro_runtime
 from saguaro_kernels import _launch
 from saguaro_kernels.errors import ConfigError
 from saguaro_runtime import Engine, EngineConfig, SamplingParams, cli
-from saguaro_runtime.cli_generate import encode
-from saguaro_runtime.demo_convert import convert
+from saguaro_runtime.cli.generate import encode
+from saguaro_runtime.demo.convert import convert
 
 COMMAND = [sys.executable, "-c", "import saguaro_runtime.cli as c; raise SystemExit(c.main())"]
 ROOT = Path(saguaro_runtime.__file__).parents[1]
@@ -138,7 +138,7 @@ def test_ctrl_c_is_130_and_says_so(
     def interrupted(args: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("saguaro_runtime.doctor.run", interrupted)
+    monkeypatch.setattr("saguaro_runtime.cli.doctor.run", interrupted)
     before = signal.getsignal(signal.SIGTERM)
     assert cli.main(["doctor"]) == 130
     assert capsys.readouterr().err.strip() == "saguaro: interrupted"

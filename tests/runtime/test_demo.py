@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from saguaro_runtime import EngineConfig, SamplingParams, cli, demo, demo_measure, demo_report
+from saguaro_runtime import EngineConfig, SamplingParams, cli
 from saguaro_runtime.compare import Comparison
-from saguaro_runtime.demo import check_texts
-from saguaro_runtime.demo_measure import measure, opened
-from saguaro_runtime.demo_report import Variant, plan
+from saguaro_runtime.demo import cli as demo
+from saguaro_runtime.demo import measure as demo_measure
+from saguaro_runtime.demo import report as demo_report
+from saguaro_runtime.demo.cli import check_texts
+from saguaro_runtime.demo.measure import measure, opened
+from saguaro_runtime.demo.report import Variant, plan
 
 STATS = {
     "tokens_per_round": 2.0,
@@ -239,7 +242,7 @@ def test_one_method_alone_is_not_checked(
 def test_wrong_options_are_refused_before_anything_is_fetched(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("saguaro_runtime.demo_model.load_pair", lambda: pytest.fail("fetched"))
+    monkeypatch.setattr("saguaro_runtime.demo.model.load_pair", lambda: pytest.fail("fetched"))
     assert cli.main(["demo", "--k", "0"]) == 1
     assert "k: got 0, want an integer in 1..64" in capsys.readouterr().err
 

@@ -15,9 +15,9 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from saguaro_kernels.errors import UnsupportedError
-from saguaro_runtime import demo_model
-from saguaro_runtime.demo_convert import convert
-from saguaro_runtime.demo_model import DemoModelError, find_pair, load_pair
+from saguaro_runtime.demo import model as demo_model
+from saguaro_runtime.demo.convert import convert
+from saguaro_runtime.demo.model import DemoModelError, find_pair, load_pair
 
 
 @pytest.fixture(scope="module")

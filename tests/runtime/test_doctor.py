@@ -13,8 +13,9 @@ import tiny_gguf
 import torch
 
 from saguaro_kernels import _launch
-from saguaro_runtime import cli, doctor
-from saguaro_runtime.demo_convert import convert
+from saguaro_runtime import cli
+from saguaro_runtime.cli import doctor
+from saguaro_runtime.demo.convert import convert
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 
 from saguaro_runtime import EngineConfig
-from saguaro_runtime.demo_model import load_pair
+from saguaro_runtime.demo.model import load_pair
 from saguaro_runtime.integrations.candidates import SaguaroCandidateGenerator
 from saguaro_runtime.integrations.transformers import Saguaro
 from saguaro_runtime.models.transformers import load_draft, load_model

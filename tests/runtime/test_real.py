@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 def equality() -> Equality:
     import transformers
 
-    from saguaro_runtime.demo_model import load_pair
+    from saguaro_runtime.demo.model import load_pair
     from saguaro_runtime.models.transformers import load_draft, load_model
 
     target_path, draft_path = load_pair()

@@ -17,9 +17,10 @@ import pytest
 import scripts
 import uvicorn
 
-from saguaro_runtime import ConfigError, Engine, SamplingParams, cli, serve
-from saguaro_runtime.serve_app import create_app
-from saguaro_runtime.serve_guard import Limits
+from saguaro_runtime import ConfigError, Engine, SamplingParams, cli
+from saguaro_runtime.serve import cli as serve
+from saguaro_runtime.serve.app import create_app
+from saguaro_runtime.serve.guard import Limits
 
 V = 11
 LAW = scripts.random_law(V, seed=1)

@@ -7,10 +7,10 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from .cli import add_engine_options, add_model_options, add_sampling_options, check_models
+from . import add_engine_options, add_model_options, add_sampling_options, check_models
 
 if TYPE_CHECKING:
-    from .requests import Output
+    from ..requests import Output
 
 EXAMPLES = """\
   saguaro generate --target ./llama-8b --draft ./llama-1b --prompt "Why is the sky blue?"
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from .plot import check_pictures, write_pictures
+    from ..plot import check_pictures, write_pictures
 
     check_models(args)
     pictures = {"timeline": args.timeline, "plot": args.plot}

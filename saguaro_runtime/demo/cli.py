@@ -13,15 +13,15 @@ from typing import Any, TextIO
 
 from saguaro_kernels.errors import ConfigError
 
-from .cli import add_engine_options, add_sampling_options
-from .cli_generate import encode
-from .compare import Comparison, compare_texts
-from .config import EngineConfig
-from .demo_measure import Pair, Tick, measure, opened
-from .demo_report import Variant, plan, render, summarize
-from .doctor import faster_dtype
-from .engine import Engine
-from .requests import Output, SamplingParams
+from ..cli import add_engine_options, add_sampling_options
+from ..cli.doctor import faster_dtype
+from ..cli.generate import encode
+from ..compare import Comparison, compare_texts
+from ..config import EngineConfig
+from ..engine import Engine
+from ..requests import Output, SamplingParams
+from .measure import Pair, Tick, measure, opened
+from .report import Variant, plan, render, summarize
 
 EXAMPLES = """\
   saguaro demo
@@ -30,7 +30,7 @@ EXAMPLES = """\
   saguaro demo --target ./llama-8b --draft ./llama-1b --k 4      your own pair, no download
 """
 
-PROMPTS = Path(__file__).with_name("data") / "prompts.json"
+PROMPTS = Path(__file__).parents[1] / "data" / "prompts.json"
 CHECKED_TOKENS = 32
 """Tokens per prompt in the check that the texts are equal; in float32, which takes longer."""
 
@@ -151,7 +151,7 @@ def _paths(args: argparse.Namespace) -> tuple[str, str]:
         raise ConfigError("--target and --draft: got one of the two, want both or neither")
     if args.target:
         return args.target, args.draft
-    from .demo_model import load_pair
+    from .model import load_pair
 
     return load_pair()
 
@@ -162,7 +162,7 @@ def load(target_path: str, draft_path: str, dtype: str) -> Pair:
     from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-    from .models.transformers import load_draft, load_model
+    from ..models.transformers import load_draft, load_model
 
     disable_progress_bar()  # transformers' own; ours covers the whole load
     set_verbosity_error()  # its assisted generation warns of its own calls

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .cli import version
-from .config import EngineConfig
-from .planner import ssd_vs_sd
-from .policy import retry_length
-from .requests import SamplingParams
+from ..cli import version
+from ..config import EngineConfig
+from ..planner import ssd_vs_sd
+from ..policy import retry_length
+from ..requests import SamplingParams
 
 KEYS = (
     "tokens_per_s",

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from .processors import Logprobs
+from ..processors import Logprobs
 
 
 class Answer:

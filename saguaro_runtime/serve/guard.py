@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from .serve_answer import error
+from .answer import error
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 

@@ -7,7 +7,7 @@ import ipaddress
 import sys
 from pathlib import Path
 
-from .cli import add_engine_options, add_model_options, check_models
+from ..cli import add_engine_options, add_model_options, check_models
 
 EXAMPLES = """\
   saguaro serve --target ./llama-8b --draft ./llama-1b
@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         import uvicorn
 
-        from .serve_app import create_app
-        from .serve_guard import Limits
+        from .app import create_app
+        from .guard import Limits
     except ModuleNotFoundError as error:
         from saguaro_kernels.errors import ConfigError
 
@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
             f'serve: {error.name} is not installed; run: pip install "saguaro-ssd[serve]"'
         ) from error
     print(f"loading {args.target}", file=sys.stderr, flush=True)
-    from .config import EngineConfig
-    from .engine import Engine
+    from ..config import EngineConfig
+    from ..engine import Engine
 
     config = EngineConfig(
         method=args.method,

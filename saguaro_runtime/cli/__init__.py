@@ -29,13 +29,13 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "demo": Command("saguaro_runtime.demo", "compare AR, SD and SSD on a small real pair"),
-    "generate": Command("saguaro_runtime.cli_generate", "generate with any two models"),
-    "chat": Command("saguaro_runtime.chat", "talk to a model in the terminal"),
-    "serve": Command("saguaro_runtime.serve", "an OpenAI-compatible HTTP server"),
+    "demo": Command("saguaro_runtime.demo.cli", "compare AR, SD and SSD on a small real pair"),
+    "generate": Command("saguaro_runtime.cli.generate", "generate with any two models"),
+    "chat": Command("saguaro_runtime.cli.chat", "talk to a model in the terminal"),
+    "serve": Command("saguaro_runtime.serve.cli", "an OpenAI-compatible HTTP server"),
     "distill": Command("saguaro_runtime.distill.cli", "train a draft for a model that has none"),
     "plan": Command("saguaro_runtime.planner.cli", "which K, branches and fallback, and how fast"),
-    "doctor": Command("saguaro_runtime.doctor", "what this machine has and what would be used"),
+    "doctor": Command("saguaro_runtime.cli.doctor", "what this machine has and what would be used"),
 }
 # bench is installed under a name of its own; in a checkout it is the folder of that name.
 BENCH = ("saguaro_bench", "bench")
@@ -188,10 +188,3 @@ def add_engine_options(parser: argparse.ArgumentParser, *, k: int, branches: int
     group.add_argument(
         "--branches", type=int, default=branches, help=f"outcomes prepared per round ({branches})"
     )
-
-
-if __name__ == "__main__":
-    # As the module that the commands import, not a second copy of it.
-    from saguaro_runtime.cli import main as _main
-
-    raise SystemExit(_main())

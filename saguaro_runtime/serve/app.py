@@ -17,12 +17,12 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 
 from saguaro_kernels.errors import ConfigError, SaguaroError, UnsupportedError
 
-from . import requests as engine_requests
-from .engine import Engine
-from .prometheus import CONTENT_TYPE
-from .serve_answer import Answer, error, event
-from .serve_guard import Guard, Limits, unless_gone
-from .serve_protocol import Body, ChatBody, CompletionBody
+from .. import requests as engine_requests
+from ..engine import Engine
+from ..prometheus import CONTENT_TYPE
+from .answer import Answer, error, event
+from .guard import Guard, Limits, unless_gone
+from .protocol import Body, ChatBody, CompletionBody
 
 
 class TooBusy(SaguaroError):

@@ -10,11 +10,11 @@ import time
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from .cli import add_engine_options, add_model_options, add_sampling_options, check_models
+from . import add_engine_options, add_model_options, add_sampling_options, check_models
 
 if TYPE_CHECKING:
-    from .engine import Engine
-    from .requests import Request
+    from ..engine import Engine
+    from ..requests import Request
 
 EXAMPLES = """\
   saguaro chat --target ./llama-8b --draft ./llama-1b

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import torch
 
-from .config import EngineConfig
-from .demo_report import KEYS, Variant
-from .engine import Engine
-from .requests import SamplingParams
+from ..config import EngineConfig
+from ..engine import Engine
+from ..requests import SamplingParams
+from .report import KEYS, Variant
 
 WARM_UP_TOKENS = 8
 
