@@ -1,0 +1,5 @@
+"""`python -m saguaro_runtime.cli`."""
+
+from . import main
+
+raise SystemExit(main())

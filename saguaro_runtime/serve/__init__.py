@@ -1,0 +1,1 @@
+"""`saguaro serve`: the engine behind OpenAI's HTTP interface."""
