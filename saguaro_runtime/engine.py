@@ -24,11 +24,11 @@ from .background import Background
 from .build import build_lane, build_target, fit_memory, settle_method, share_cores
 from .config import EngineConfig
 from .metrics import Span, Timeline
+from .metrics.stats import Stats
 from .params import SamplingParams
 from .requests import Output, Prompt, Request
 from .round import ChainStore
 from .scheduler import Scheduler
-from .stats import Stats
 from .verifier import Verifier
 
 _GREEDY = SamplingParams()

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..plot import check_pictures, write_pictures
+    from ..metrics.plot import check_pictures, write_pictures
 
     check_models(args)
     pictures = {"timeline": args.timeline, "plot": args.plot}

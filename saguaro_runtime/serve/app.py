@@ -19,7 +19,7 @@ from saguaro_kernels.errors import ConfigError, SaguaroError, UnsupportedError
 
 from .. import requests as engine_requests
 from ..engine import Engine
-from ..prometheus import CONTENT_TYPE
+from ..metrics.prometheus import CONTENT_TYPE
 from .answer import Answer, error, event
 from .guard import Guard, Limits, unless_gone
 from .protocol import Body, ChatBody, CompletionBody

@@ -14,7 +14,7 @@ import scripts
 import saguaro_runtime
 from saguaro_runtime import ConfigError, Engine, Output, SamplingParams, UnsupportedError, cli
 from saguaro_runtime.metrics import Histogram, Span, trace_events
-from saguaro_runtime.plot import check_pictures, plot_timeline
+from saguaro_runtime.metrics.plot import check_pictures, plot_timeline
 
 P = scripts.random_law(5, seed=1)
 Q = scripts.random_law(5, seed=2, near=P)

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .metrics import Counts, Histogram, Served, SpanLog
+from .counts import Counts, Histogram, Served
+from .timeline import SpanLog
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from .lanes import Lane
-from .metrics import Counts, Served, Span, SpanLog, Timeline, overlap
+from ..lanes import Lane
+from ..scheduler import Scheduler
+from .counts import Counts, Served
 from .prometheus import prometheus_text
-from .scheduler import Scheduler
+from .timeline import Span, SpanLog, Timeline, overlap
 
 
 class Stats:

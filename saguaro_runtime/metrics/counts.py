@@ -1,135 +1,17 @@
-"""Counts and times: what the rounds did, on which side, and how much of it overlapped."""
+"""Counts and durations of requests and rounds."""
 
 from __future__ import annotations
 
 import bisect
-import contextlib
-import json
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 Source = Literal["first", "asked", "hit", "miss", "late"]
 """Why a round had the chain it had: a request's first round, which has none; a chain drafted on
 demand, where nothing is prepared; the outcome before it was prepared; or it could have been and
 was not; or the draft did not answer in time, or was off, and there was none."""
-
-KEPT_SPANS = 200_000
-
-
-_COLOURS = {"hit": "good", "miss": "bad", "late": "terrible"}
-"""Names that a trace viewer gives colours."""
-
-
-class Span(NamedTuple):
-    """`lane` did `name` from `start` to `end`, in seconds of the monotonic clock; `rows`: on so
-    many rows of tokens or logits, where that is what takes the time."""
-
-    lane: str
-    name: str
-    start: float
-    end: float
-    rows: int = 0
-
-
-class Timeline:
-    """Spans in the order they ended. The clock is shared by all processes of a machine."""
-
-    def __init__(self, lane: str) -> None:
-        self.lane = lane
-        self.spans: deque[Span] = deque(maxlen=KEPT_SPANS)
-
-    @contextlib.contextmanager
-    def span(self, name: str, rows: int = 0) -> Iterator[None]:
-        start = time.monotonic()
-        yield
-        self.spans.append(Span(self.lane, name, start, time.monotonic(), rows))
-
-    def rounds(self, sources: Iterable[tuple[int, Source]], start: float) -> None:
-        """A round that ends now, of (row, source) each: a lane per row shows hits and misses."""
-        end = time.monotonic()
-        self.spans.extend(Span(f"row {row}", source, start, end) for row, source in sources)
-
-    def drain(self) -> list[Span]:
-        """The spans since the last call."""
-        spans = list(self.spans)
-        self.spans.clear()
-        return spans
-
-
-class SpanLog:
-    """The latest spans, and how often and how long each name took since the beginning."""
-
-    def __init__(self) -> None:
-        self.spans: deque[Span] = deque(maxlen=KEPT_SPANS)
-        self.totals: dict[tuple[str, str], tuple[int, float]] = {}
-
-    def extend(self, spans: Iterable[Span]) -> None:
-        for span in spans:
-            self.spans.append(span)
-            key = (span.lane, span.name)
-            count, seconds = self.totals.get(key, (0, 0.0))
-            self.totals[key] = count + 1, seconds + span.end - span.start
-
-    def mean_ms(self, name: str) -> float:
-        """Mean length of the spans called `name`, in milliseconds; 0 where there are none."""
-        found = [its for (_, its_name), its in self.totals.items() if its_name == name]
-        count = sum(its[0] for its in found)
-        return 1e3 * sum(its[1] for its in found) / count if count else 0.0
-
-
-def mean_ms(spans: Iterable[Span], name: str) -> float:
-    """Mean length of the spans called `name`, in milliseconds; 0 where there are none."""
-    times = [span.end - span.start for span in spans if span.name == name]
-    return 1e3 * sum(times) / len(times) if times else 0.0
-
-
-def overlap(spans: Iterable[Span], inner: str, outer: str) -> float:
-    """Share of the time of `inner` spans inside `outer` spans of other lanes, in [0, 1]."""
-    total = covered = 0.0
-    outers: dict[str, list[Span]] = {}
-    for span in spans:
-        if span.name == outer:
-            outers.setdefault(span.lane, []).append(span)  # one after another, as they ended
-    starts = {lane: [span.start for span in its] for lane, its in outers.items()}
-    for span in spans:
-        if span.name != inner:
-            continue
-        total += span.end - span.start
-        for lane, its in outers.items():
-            if lane != span.lane:
-                first = max(bisect.bisect_right(starts[lane], span.start) - 1, 0)
-                last = bisect.bisect_left(starts[lane], span.end)
-                covered += sum(
-                    max(0.0, min(other.end, span.end) - max(other.start, span.start))
-                    for other in its[first:last]
-                )
-    return covered / total if total else 0.0
-
-
-def trace_events(spans: Iterable[Span]) -> str:
-    """The spans as a JSON text that chrome://tracing and Perfetto open; one row per lane."""
-    spans = list(spans)
-    lanes = sorted({span.lane for span in spans})
-    events = [
-        {
-            "name": span.name,
-            "ph": "X",
-            "pid": 0,
-            "tid": lanes.index(span.lane),
-            "ts": span.start * 1e6,
-            "dur": (span.end - span.start) * 1e6,
-            **({"cname": _COLOURS[span.name]} if span.name in _COLOURS else {}),
-        }
-        for span in spans
-    ]
-    names = [
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": index, "args": {"name": lane}}
-        for index, lane in enumerate(lanes)
-    ]
-    return json.dumps({"traceEvents": names + events})
 
 
 @dataclass

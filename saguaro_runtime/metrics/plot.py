@@ -7,7 +7,7 @@ from pathlib import Path
 
 from saguaro_kernels.errors import ConfigError, UnsupportedError
 
-from .metrics import Span, trace_events
+from .timeline import Span, trace_events
 
 _COLOURS = {
     "hit": "#2e9e4f", "miss": "#d1495b", "late": "#7a1f2b", "first": "#bbbbbb", "asked": "#8fb8de",

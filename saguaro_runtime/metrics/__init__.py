@@ -1,0 +1,19 @@
+"""What the rounds did, on which side, and how much of it overlapped."""
+
+from .counts import Counts, Histogram, Served, Source, Times
+from .timeline import KEPT_SPANS, Span, SpanLog, Timeline, mean_ms, overlap, trace_events
+
+__all__ = [
+    "KEPT_SPANS",
+    "Counts",
+    "Histogram",
+    "Served",
+    "Source",
+    "Span",
+    "SpanLog",
+    "Timeline",
+    "Times",
+    "mean_ms",
+    "overlap",
+    "trace_events",
+]
