@@ -64,8 +64,10 @@ def promote_branch_reference(
     kv_pages[..., target_page, target % page_size, :, :] = moved
 
 
-_INTEGERS = ("plane_stride", "page_stride", "slot_stride", "table_stride_b", "draft_len")
-_INTEGERS += ("branches", "page_size", "chunks")
+_INTEGERS = (
+    *("plane_stride", "page_stride", "slot_stride", "table_stride_b"),
+    *("draft_len", "branches", "page_size", "chunks"),
+)
 
 
 @triton.jit(do_not_specialize=_INTEGERS)

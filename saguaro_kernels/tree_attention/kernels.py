@@ -6,8 +6,10 @@ import triton
 import triton.language as tl
 
 LOG2E = 1.4426950408889634
-STRIDES = ("q_stride_b", "q_stride_m", "q_stride_h", "k_stride_p", "k_stride_s", "k_stride_h")
-STRIDES += ("v_stride_p", "v_stride_s", "v_stride_h", "table_stride_b")
+STRIDES = (
+    *("q_stride_b", "q_stride_m", "q_stride_h", "k_stride_p", "k_stride_s", "k_stride_h"),
+    *("v_stride_p", "v_stride_s", "v_stride_h", "table_stride_b"),
+)
 SIZES = ("step", "draft_len", "branches", "kv_heads", "row_blocks", "splits", "window")
 
 
