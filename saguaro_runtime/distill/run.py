@@ -15,7 +15,7 @@ from saguaro_kernels.errors import ConfigError
 
 from ..build import _stop_ids
 from ..cli.generate import encode
-from ..doctor import faster_dtype
+from ..cli.doctor import faster_dtype
 from ..models.draft import DRAFT_VOCAB
 from ..models.gguf_folder import folder_of
 from ..models.transformers import load_draft, load_model
