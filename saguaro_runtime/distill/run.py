@@ -14,8 +14,8 @@ from transformers.utils.logging import disable_progress_bar
 from saguaro_kernels.errors import ConfigError
 
 from ..build import _stop_ids
-from ..cli.generate import encode
 from ..cli.doctor import faster_dtype
+from ..cli.generate import encode
 from ..models.draft import DRAFT_VOCAB
 from ..models.gguf_folder import folder_of
 from ..models.transformers import load_draft, load_model
