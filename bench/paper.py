@@ -108,7 +108,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _measured(pair: Any, options: argparse.Namespace) -> tuple[dict[str, dict[str, Any]], bool]:
-    from saguaro_runtime.demo import load
+    from saguaro_runtime.demo.cli import load
     from saguaro_runtime.demo.measure import opened
     from saguaro_runtime.demo.report import Variant
 
