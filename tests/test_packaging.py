@@ -21,7 +21,10 @@ PACKAGES = {
     "saguaro_runtime": "saguaro_runtime",
     "bench": "saguaro_bench",
 }
-BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+FILES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md",
+         "CONTRIBUTING.md", "LICENSE")  # fmt: skip
+FOLDERS = (*PACKAGES, "tests", "docs", "examples")
+BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_{}(sys.argv[1]))"
 
 
 def sources(folder: str) -> list[Path]:
@@ -30,20 +33,44 @@ def sources(folder: str) -> list[Path]:
     return found
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """Built from a copy, so that nothing that lies about in the checkout gets in."""
-    copy = tmp_path_factory.mktemp("sources")
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, copy)
-    for folder in PACKAGES:
-        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    out = tmp_path_factory.mktemp("wheel")
+def build(kind: str, folder: Path, out: Path) -> Path:
     built = subprocess.run(
-        [sys.executable, "-c", BUILD, str(out)], cwd=copy, capture_output=True, text=True
+        [sys.executable, "-c", BUILD.format(kind), str(out)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
     )
     assert built.returncode == 0, built.stderr
-    return zipfile.ZipFile(next(out.glob("*.whl")))
+    return out / built.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sdist, of a copy: nothing that lies about in the checkout gets in."""
+    copy = tmp_path_factory.mktemp("sources")
+    for name in FILES:
+        shutil.copy(ROOT / name, copy)
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    sdist = build("sdist", copy, tmp_path_factory.mktemp("sdist"))
+    folder = tmp_path_factory.mktemp("unpacked")
+    shutil.unpack_archive(sdist, folder, filter="data")
+    return folder / sdist.name.removesuffix(".tar.gz")
+
+
+@pytest.fixture(scope="module")
+def wheel(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """Built from the sdist, as an installation from it would."""
+    return zipfile.ZipFile(build("wheel", unpacked, tmp_path_factory.mktemp("wheel")))
+
+
+def test_everything_is_in_the_sdist(unpacked: Path) -> None:
+    wanted = {Path(name) for name in FILES}
+    for folder in FOLDERS:
+        files = (path for path in (ROOT / folder).rglob("*") if path.is_file())
+        wanted |= {path.relative_to(ROOT) for path in files if "__pycache__" not in path.parts}
+    assert len(wanted) > 200
+    assert not [str(path) for path in sorted(wanted) if not (unpacked / path).is_file()]
 
 
 def metadata(wheel: zipfile.ZipFile, name: str) -> str:
@@ -82,6 +109,8 @@ def test_requirements_stay_light(wheel: zipfile.ZipFile) -> None:
         "test",
         "bench",
         "serve",
+        "completion",
+        "docs",
         "flash",
         "dev",
     }
