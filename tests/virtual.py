@@ -12,8 +12,8 @@ import pytest
 import scripts
 import torch
 
-from saguaro_runtime import metrics
 from saguaro_runtime.lanes import InlineLane
+from saguaro_runtime.metrics import timeline
 from saguaro_runtime.models import scripted
 from saguaro_runtime.models.scripted import ScriptedModel
 from saguaro_runtime.round import Reply, Turn
@@ -24,7 +24,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr(metrics, "time", self)
+        monkeypatch.setattr(timeline, "time", self)
         monkeypatch.setattr(scripted, "_wait", self.advance)
 
     def monotonic(self) -> float:
