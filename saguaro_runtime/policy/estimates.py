@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from .metrics import Source, Span
-from .planner.search import Deployment, interpolate
-from .planner.theory import MissLaw, accept_lengths, fan_out, hit_rate
+from ..metrics import Source, Span
+from ..planner.search import Deployment, interpolate
+from ..planner.theory import MissLaw, accept_lengths, fan_out, hit_rate
 
-_KEEP = 0.98
-"""What is left of an observation after each later one."""
+_KEEP, _KEEP_TIME = 0.995, 0.99
+"""What is left of an observation after each later one, and of a time."""
+_FOLLOW = 0.05
+"""How fast the pace follows single pieces of work; much faster than times by rows do, or what is
+noise would count as pace."""
 _OUTLIER = 3.0
 """A time so many times the usual counts as that."""
 _EXPONENTS = (0.5, 0.25, 0.75, 1.0, 1.5, 2.0)
@@ -60,6 +63,9 @@ class Estimates:
 
     def __init__(self) -> None:
         self.seconds: dict[str, dict[int, Faded]] = {}
+        self.pace = 1.0
+        """How slow the machine is now, to when it was first seen. Times are kept in units of it, so
+        that one measured long ago can stand beside one of today."""
         self.kept = Faded()
         self.hits: dict[tuple[int, int], Faded] = {}
         self.hits_after_undrafted = Faded()
@@ -69,10 +75,14 @@ class Estimates:
         """Take times of work on a known number of rows."""
         for span in spans:
             if span.rows:
-                its = self.seconds.setdefault(span.name, {}).setdefault(span.rows, Faded(0.9))
-                took = span.end - span.start
-                if its.count > 3:
-                    took = min(took, _OUTLIER * its.total / its.count)
+                its = self.seconds.setdefault(span.name, {}).setdefault(
+                    span.rows, Faded(_KEEP_TIME)
+                )
+                took = (span.end - span.start) / self.pace
+                if its.count > 3 and its.total > 0:
+                    usual = its.total / its.count
+                    took = min(took, _OUTLIER * usual)
+                    self.pace *= 1 + _FOLLOW * (took / usual - 1)
                 its.add(took)
 
     def observe_row(
@@ -103,7 +113,8 @@ class Estimates:
         """Seconds of the first of `names` that was measured, by rows; None where none was."""
         for name in names:
             if found := self.seconds.get(name):
-                return _by_rows({rows: its.total / its.count for rows, its in found.items()})
+                now = {n: self.pace * its.total / its.count for n, its in found.items()}
+                return _by_rows(now)
         return None
 
     def miss_law(self) -> MissLaw:

@@ -1,0 +1,151 @@
+"""Decides round by round, and remembers why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ..config import EngineConfig
+from ..metrics import Source, Span
+from ..round import Decision
+from .estimates import Estimates
+from .fallback import Choice, configured, decision_of
+from .search import MARGIN, Speeds, best_choice, cross, numbers_of
+
+_EVERY, _SOON = 16, 4
+"""Rounds between two decisions, and before the first; and before one that may be urgent."""
+_CLEAR = 0.5
+"""So much better is worth a change before enough has been seen."""
+_PROBE, _PROBE_MOST = 64, 1024
+"""Rounds without drafting ahead after which it is tried again; doubled each time it loses."""
+_KEPT = 64
+"""Changes that the report remembers."""
+_BLIND_DOWNWEIGHT = 0.5
+"""C where the ranking does not see the dice and requests are hot."""
+
+
+class Policy:
+    """What an engine does in each of its rounds."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.estimates, self.speeds = Estimates(), Speeds()
+        self.changes: list[dict[str, Any]] = []
+        self._adapts = config.method == "ssd" and config.policy in ("adaptive", "auto")
+        self._choice: Choice | None = None
+        self._numbers: dict[str, Any] = {}
+        self._why = "as configured"
+        self._round = self._batch = 0
+        self._due = _SOON
+        self._probe, self._left_at = _PROBE, 0
+        self._tokens, self._last_end, self._since = 0, 0.0, 0
+
+    def decide(self, batch: int, temperatures: Sequence[float] = ()) -> Decision:
+        """What the next round of `batch` rows does."""
+        self._round += 1
+        if batch != self._batch:
+            # Another batch is another question; what is known answers it at once.
+            self._due = self._due if self._choice is None else self._round
+            self._batch = batch
+            if self._choice is None or self._choice.method == "ssd":
+                self._choice = configured(self.config, batch)
+        if self._adapts and self._round > self._due:
+            self._due = self._round + (_EVERY if self._round > _EVERY else _SOON)
+            self._revise(batch)
+        assert self._choice is not None
+        choice, self._since = self._choice, self._since + 1
+        if self._adapts and self.config.policy == "auto" and self._round <= _EVERY:
+            choice = self._varied(choice)
+        return decision_of(self.config, choice, self._downweight(temperatures))
+
+    def observe(self, spans: Sequence[Span]) -> None:
+        """Take the times of work that was done, once a round."""
+        if not self._adapts:
+            return
+        self.estimates.observe_spans(spans)
+        end = next((its.end for its in spans if its.name == "verify"), None)
+        if end is None:
+            return
+        # A choice counts once the branches of the one before are used up.
+        settled = self._since > 2 and self._round > _EVERY
+        if settled and not any(its.name == "prefill" for its in spans):
+            assert self._choice is not None
+            tokens, seconds = self._tokens / self._batch, end - self._last_end
+            self.speeds.add(self._batch, self._choice, tokens, seconds / self.estimates.pace)
+        self._tokens, self._last_end = 0, end
+
+    def observe_row(
+        self, source: Source, drafted: int, accepted: int, before: tuple[int, int, bool]
+    ) -> None:
+        """Take a row's round, see Estimates."""
+        if self._adapts:
+            self._tokens += accepted + 1
+            self.estimates.observe_row(source, drafted, accepted, before)
+
+    def report(self) -> dict[str, Any]:
+        """What is done now and why, the numbers behind it, and what changed before."""
+        choice = self._choice or configured(self.config, 1)
+        return {
+            "name": self.config.policy,
+            **choice._asdict(),
+            "why": self._why,
+            "numbers": dict(self._numbers),
+            "changes": list(self.changes),
+        }
+
+    def _downweight(self, temperatures: Sequence[float]) -> float:
+        """Saguaro's C: off where the ranking knows the dice, which is worth more."""
+        config = self.config
+        blind = config.ranking == "probability" and config.rule != "coupled"
+        hot = bool(temperatures) and min(temperatures) >= 0.8
+        fixed = config.reproducible or config.policy != "auto" or config.downweight < 1
+        return _BLIND_DOWNWEIGHT if blind and hot and not fixed else 1.0
+
+    def _revise(self, batch: int) -> None:
+        assert self._choice is not None
+        now, config, early = self._choice, self.config, self._round <= _EVERY
+        if now.method != "ssd" and self._round >= self._left_at + self._probe:
+            self._probe = min(2 * self._probe, _PROBE_MOST)
+            self._set(configured(config, batch), "drafting ahead is tried again", {})
+            self._due = self._round + _SOON
+            return
+        known = self.estimates.deployment(batch)
+        if known is None:
+            return
+        if config.policy == "auto":
+            numbers = numbers_of(known, self.estimates, config.k, config.branches)
+            margin = _CLEAR if early else MARGIN
+            best, why, speeds = best_choice(
+                config, known, self.speeds, now, margin=margin, pace=self.estimates.pace
+            )
+            if best.method != "ssd" and now.method == "ssd":
+                self._left_at = self._round
+            self._set(best, why, numbers | speeds)
+        elif config.fallback == "auto" and not config.reproducible and not early:
+            self._set(*cross(known, self.estimates, now))
+
+    def _varied(self, choice: Choice) -> Choice:
+        """Shorter and narrower trees at first: what they take tells how times grow."""
+        k, branches = choice.k, max(1, choice.branches // 4)
+        if not self.config.reproducible and self._round // 2 % 2:
+            k = max(1, k // 2)
+        retry = min(choice.retry, k) if choice.retry else 0
+        narrow = self._round % 2 == 1
+        return choice._replace(k=k, branches=branches if narrow else choice.branches, retry=retry)
+
+    def _set(self, choice: Choice, why: str, numbers: dict[str, Any]) -> None:
+        numbers = {"round": self._round} | {name: _plain(its) for name, its in numbers.items()}
+        self._numbers = numbers
+        if choice == self._choice:
+            return
+        self._choice, self._why, self._since = choice, why, 0
+        self.changes.append({**numbers, **choice._asdict(), "why": why})
+        del self.changes[:-_KEPT]
+
+
+def _plain(value: Any) -> Any:
+    """Ready for JSON: a crossover at no batch is None."""
+    if isinstance(value, float):
+        return round(value, 4) if math.isfinite(value) else None
+    return value
