@@ -234,13 +234,27 @@ def idle(its: Served) -> bool:
     return True
 
 
-def test_fifty_at_once_have_the_texts_they_have_alone(served: Served) -> None:
-    """Streams and whole answers, greedy and sampled, half of them waiting for a row."""
+@pytest.mark.parametrize(
+    ("how", "temperature", "plain"),
+    [
+        ({"reproducible": False}, 0.0, {"method": "ar"}),
+        ({"reproducible": False, "rule": "coupled"}, 0.8, {"method": "ar", "rule": "coupled"}),
+        ({"reproducible": True}, None, {"method": "sd"}),
+    ],
+    ids=["greedy", "coupled", "reproducible"],
+)
+def test_fifty_at_once_have_the_texts_they_have_alone(
+    how: dict[str, Any], temperature: float | None, plain: dict[str, Any]
+) -> None:
+    """Streams and whole answers, most of them waiting for a row; alone, and nothing overlaps.
+
+    `reproducible`: every other text is greedy.
+    """
     prompts = ["abc"[: 1 + i % 3] + "defghijk"[i % 8] for i in range(50)]
 
     def options(index: int) -> dict[str, Any]:
-        sampled = {"temperature": 0.8, "seed": index} if index % 2 else {"temperature": 0}
-        return {"max_tokens": 10 + index % 7, **sampled}
+        chosen = (index % 2) * 0.8 if temperature is None else temperature
+        return {"max_tokens": 6 + index % 7, "temperature": chosen, "seed": index}
 
     async def ask(client: openai.AsyncOpenAI, index: int) -> str:
         its = {"model": "letters", "prompt": prompts[index], **options(index)}
@@ -249,19 +263,22 @@ def test_fifty_at_once_have_the_texts_they_have_alone(served: Served) -> None:
             return "".join([piece.choices[0].text async for piece in stream])
         return (await client.completions.create(**its)).choices[0].text
 
-    async def all_of_them() -> list[str]:
-        async with openai.AsyncOpenAI(**served.options, timeout=60) as client:
+    async def all_of_them(its: Served) -> list[str]:
+        async with openai.AsyncOpenAI(**its.options, timeout=60) as client:
             return await asyncio.gather(*(ask(client, index) for index in range(50)))
 
-    got = asyncio.run(all_of_them())
-    with engine() as its:
+    its = Served(engine(**how))
+    try:
+        got = asyncio.run(all_of_them(its))
+        assert idle(its)
+        assert its.engine.stats()["hits"] > 0
+    finally:
+        its.close()
+    with engine(**(how | plain)) as other:
         for index, text in enumerate(got):
             asked = options(index)
-            params = SamplingParams(
-                asked["max_tokens"], asked["temperature"], seed=asked.get("seed", 0)
-            )
-            assert text == its.generate(prompts[index], params)[0].text, index
-    assert idle(served)
+            params = SamplingParams(asked["max_tokens"], asked["temperature"], seed=index)
+            assert text == other.generate(prompts[index], params)[0].text, index
 
 
 def test_a_client_that_goes_away_cancels_its_requests() -> None:
