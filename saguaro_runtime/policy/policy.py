@@ -13,8 +13,9 @@ from .estimates import Estimates
 from .fallback import Choice, configured, decision_of
 from .search import MARGIN, Speeds, best_choice, cross, numbers_of
 
-_EVERY, _SOON = 16, 4
-"""Rounds between two decisions, and before the first; and before one that may be urgent."""
+_EVERY, _SOON, _SELDOM = 16, 4, 64
+"""Rounds between two decisions, and before the first; before one that may be urgent; and where
+nothing changes."""
 _CLEAR = 0.5
 """So much better is worth a change before enough has been seen."""
 _PROBE, _PROBE_MOST = 64, 1024
@@ -37,7 +38,7 @@ class Policy:
         self._numbers: dict[str, Any] = {}
         self._why = "as configured"
         self._round = self._batch = 0
-        self._due = _SOON
+        self._due, self._every = _SOON, _EVERY
         self._probe, self._left_at = _PROBE, 0
         self._tokens, self._last_end, self._since = 0, 0.0, 0
 
@@ -51,7 +52,7 @@ class Policy:
             if self._choice is None or self._choice.method == "ssd":
                 self._choice = configured(self.config, batch)
         if self._adapts and self._round > self._due:
-            self._due = self._round + (_EVERY if self._round > _EVERY else _SOON)
+            self._due = self._round + (self._every if self._round > _EVERY else _SOON)
             self._revise(batch)
         assert self._choice is not None
         choice, self._since = self._choice, self._since + 1
@@ -138,7 +139,10 @@ class Policy:
         numbers = {"round": self._round} | {name: _plain(its) for name, its in numbers.items()}
         self._numbers = numbers
         if choice == self._choice:
+            if self._round > _EVERY:
+                self._every = min(2 * self._every, _SELDOM)
             return
+        self._every = _EVERY
         self._choice, self._why, self._since = choice, why, 0
         self.changes.append({**numbers, **choice._asdict(), "why": why})
         del self.changes[:-_KEPT]
