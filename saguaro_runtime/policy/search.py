@@ -75,7 +75,9 @@ def numbers_of(
     }
 
 
-def cross(known: Deployment, estimates: Estimates, now: Choice) -> tuple[Choice, str, dict[str, Any]]:
+def cross(
+    known: Deployment, estimates: Estimates, now: Choice
+) -> tuple[Choice, str, dict[str, Any]]:
     """K = 0 or a redraft, by the crossover batch b*."""
     numbers: dict[str, Any] = dict(numbers_of(known, estimates, now.k, now.branches))
     batch, p, redrafts = known.batch, numbers["hit_rate"], []
