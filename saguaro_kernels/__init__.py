@@ -20,7 +20,7 @@ from .errors import (
 )
 from .ngram import ngram_propose
 from .outcomes import Outcomes, allocate_fan_out, predict_outcomes
-from .promotion import promote_branch
+from .promotion import promote_branch, promote_pages
 from .residual import Residual, residual
 from .rng import Keys, Stream
 from .sampling import Sample, saguaro_sample, sample_geometric, sample_workspace_size
@@ -60,6 +60,7 @@ __all__ = [
     "optimal_cache_size",
     "predict_outcomes",
     "promote_branch",
+    "promote_pages",
     "residual",
     "row_stats",
     "saguaro_sample",

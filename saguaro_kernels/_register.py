@@ -18,7 +18,7 @@ from .distribution import _row_stats
 from .ngram import _ngram_propose
 from .outcomes import _predict_outcomes
 from .outcomes.fan_out import _allocate_fan_out
-from .promotion import _promote_branch
+from .promotion import _promote_branch, _promote_pages
 from .residual import _residual
 from .sampling import _saguaro_sample
 from .sampling.geometric import _geometric_row
@@ -85,6 +85,12 @@ _register(
     "promote_branch(Tensor(a!) kv_pages, Tensor page_table, Tensor trunk_len, Tensor depth, "
     "Tensor branch, int draft_len, int branches, str impl) -> ()",
     _promote_branch,
+)
+
+_register(
+    "promote_pages(Tensor(a!) page_table, Tensor trunk_len, Tensor depth, Tensor branch, "
+    "int draft_len, int branches, str impl) -> ()",
+    _promote_pages,
 )
 
 _register(

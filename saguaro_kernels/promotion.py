@@ -9,6 +9,10 @@ The slots may overlap (draft_len = 2, M = 2, k = 2, i = 1: step 1 is written whe
 so a program reads all of its positions before it writes any. Copying one by one in ascending s is
 safe too: the slot written at s is at most trunk_len + draft_len + 1 + s (as k <= draft_len), below
 every source of a later step (trunk_len + draft_len + 1 + s'*M + i, as M >= 1).
+
+With pages of one slot a branch owns whole pages, and `promote_pages` moves no key at all: the page
+table's entries change places. The chain's slots get the branch's pages, and the pages they had go
+to the branch's slots that are left, both in ascending order.
 """
 
 from __future__ import annotations
@@ -182,14 +186,9 @@ def promote_branch(
     """
     if kv_pages.dim() < 4:
         raise ShapeError(f"kv_pages: got shape {list(kv_pages.shape)}, want [..., P, page, Hkv, D]")
-    if draft_len < 0 or branches < 1:
-        raise ConfigError(
-            f"got draft_len={draft_len}, branches={branches}, want draft_len >= 0, branches >= 1"
-        )
-    device, batch = kv_pages.device, branch.shape[0]
-    check_tensor("page_table", page_table, (batch, None), torch.int32, device, contiguous_last=True)
-    for name, value in (("trunk_len", trunk_len), ("depth", depth), ("branch", branch)):
-        check_tensor(name, value, (batch,), _LENGTHS, device)
+    device = kv_pages.device
+    check_tensor("page_table", page_table, (None, None), torch.int32, device, contiguous_last=True)
+    _check_lengths(page_table, trunk_len, depth, branch, draft_len, branches)
     try:
         planes = kv_pages.view(-1, *kv_pages.shape[-4:])
         planes.view(*planes.shape[:3], -1)
@@ -202,6 +201,121 @@ def promote_branch(
         planes, page_table, trunk_len.contiguous(), depth.contiguous(), branch.contiguous(),
         draft_len, branches, resolve_impl(impl, device),
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["table_stride_b", "draft_len", "branches"])
+def _promote_pages_kernel(
+    table_ptr,  # [B, slots] int32
+    trunk_ptr,  # [B]
+    depth_ptr,  # [B]
+    branch_ptr,  # [B]
+    table_stride_b,
+    draft_len,
+    branches,
+    BLOCK_S: tl.constexpr,
+):
+    """Grid (B,): the table of one request. Reads all entries it changes before it writes any."""
+    request = tl.program_id(0).to(tl.int64)
+    branch = tl.load(branch_ptr + request).to(tl.int64)
+    if branch >= 0:
+        trunk = tl.load(trunk_ptr + request).to(tl.int64)
+        step = tl.arange(0, BLOCK_S)
+        moves = step <= draft_len
+        target = trunk + tl.load(depth_ptr + request) + 1
+        source = trunk + draft_len + 1 + branch
+        table_ptr += request * table_stride_b
+        kept = tl.load(table_ptr + source + step * branches, mask=moves, other=0)
+        displaced = tl.load(table_ptr + target + step, mask=moves, other=0)
+        # Chain slots that are no branch slot lose their page, the other way round one needs one.
+        behind = target + step - source
+        taken = (behind >= 0) & (behind % branches == 0) & (behind <= draft_len * branches)
+        loses = moves & (taken == 0)
+        ahead = source + step * branches - target
+        needs = moves & ((ahead < 0) | (ahead > draft_len))
+        place = tl.cumsum(loses.to(tl.int32), 0)
+        wanted = tl.cumsum(needs.to(tl.int32), 0)
+        same = (needs[:, None] & loses[None, :]) & (wanted[:, None] == place[None, :])
+        given = tl.sum(tl.where(same, displaced[None, :], 0), 1)
+        tl.debug_barrier()
+        tl.store(table_ptr + target + step, kept, mask=moves)
+        tl.store(table_ptr + source + step * branches, given, mask=needs)
+
+
+def promote_pages_reference(
+    page_table: torch.Tensor,
+    *,
+    trunk_len: torch.Tensor,
+    depth: torch.Tensor,
+    branch: torch.Tensor,
+    draft_len: int,
+    branches: int,
+) -> None:
+    """See `promote_pages`."""
+    for row, (trunk, k, i) in enumerate(
+        zip(trunk_len.tolist(), depth.tolist(), branch.tolist(), strict=True)
+    ):
+        if i < 0:
+            continue
+        steps = range(draft_len + 1)
+        source = [trunk + draft_len + 1 + s * branches + i for s in steps]
+        target = [trunk + k + 1 + s for s in steps]
+        lost = [page_table[row, slot].item() for slot in target if slot not in source]
+        page_table[row, target] = page_table[row, source]
+        left = [slot for slot in source if slot not in target]
+        page_table[row, left] = torch.tensor(lost, dtype=torch.int32, device=page_table.device)
+
+
+def promote_pages(
+    page_table: torch.Tensor,
+    *,
+    trunk_len: torch.Tensor,
+    depth: torch.Tensor,
+    branch: torch.Tensor,
+    draft_len: int,
+    branches: int,
+    impl: Impl = "auto",
+) -> None:
+    """Do what `promote_branch` does where a page is one slot, by the page table alone, in place.
+
+    Args:
+        page_table: [B, slots] int32, the page of each slot. Of each request the pages from its
+            chain on must be its own: they change places. Written.
+        trunk_len, depth, branch, draft_len, branches: as for `promote_branch`.
+    Raises:
+        ShapeError, DTypeError, DeviceError, ConfigError. Values are not checked.
+    Cost:
+        4 * (draft_len + 1) integers per hit request; 1 launch; 0 host syncs. The reference reads
+        the lengths on the host.
+    """
+    check_tensor("page_table", page_table, (None, None), torch.int32, contiguous_last=True)
+    _check_lengths(page_table, trunk_len, depth, branch, draft_len, branches)
+    torch.ops.saguaro.promote_pages(
+        page_table, trunk_len.contiguous(), depth.contiguous(), branch.contiguous(),
+        draft_len, branches, resolve_impl(impl, page_table.device),
+    )  # fmt: skip
+
+
+def _check_lengths(page_table, trunk_len, depth, branch, draft_len, branches) -> None:
+    if draft_len < 0 or branches < 1:
+        raise ConfigError(
+            f"got draft_len={draft_len}, branches={branches}, want draft_len >= 0, branches >= 1"
+        )
+    batch = page_table.shape[:1]
+    for name, value in (("trunk_len", trunk_len), ("depth", depth), ("branch", branch)):
+        check_tensor(name, value, batch, _LENGTHS, page_table.device)
+
+
+def _promote_pages(page_table, trunk_len, depth, branch, draft_len, branches, impl) -> None:
+    lengths = {"trunk_len": trunk_len, "depth": depth, "branch": branch}
+    if impl != "triton":
+        promote_pages_reference(page_table, **lengths, draft_len=draft_len, branches=branches)
+    elif branch.shape[0]:
+        with on_device(page_table.device):
+            _promote_pages_kernel[(branch.shape[0],)](
+                page_table, *lengths.values(), table_stride_b=page_table.stride(0),
+                draft_len=draft_len, branches=branches,
+                BLOCK_S=triton.next_power_of_2(draft_len + 1), num_warps=1,
+            )  # fmt: skip
 
 
 def _promote_branch(
@@ -219,20 +333,25 @@ def _promote_branch(
 
 
 def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], int]]:
-    """(name, kernel, signature, constexprs, num_warps) for bfloat16 and float32 pages."""
+    """(name, kernel, signature, constexprs, num_warps): bfloat16 and float32 pages, a table."""
     pointers = ("table_ptr", "trunk_ptr", "depth_ptr", "branch_ptr")
     config = promotion_config(6, 1024)
+    lengths = dict.fromkeys(("table_stride_b", "draft_len", "branches"), "i32")
+    table = dict.fromkeys(pointers, "*i32") | lengths
     return [
-        (
-            f"promote_branch-K5-{kind}",
-            _promote_branch_kernel,
-            {
-                "kv_ptr": f"*{kind}",
-                **dict.fromkeys(pointers, "*i32"),
-                **dict.fromkeys(_INTEGERS, "i32"),
-            },
-            {"INNER": 1024, "UNIT": 16, "BLOCK_S": 8, "BLOCK_E": config.block_e},
-            config.num_warps,
-        )
-        for kind in ("bf16", "fp32")
+        ("promote_pages-K5", _promote_pages_kernel, table, {"BLOCK_S": 8}, 1),
+        *(
+            (
+                f"promote_branch-K5-{kind}",
+                _promote_branch_kernel,
+                {
+                    "kv_ptr": f"*{kind}",
+                    **dict.fromkeys(pointers, "*i32"),
+                    **dict.fromkeys(_INTEGERS, "i32"),
+                },
+                {"INNER": 1024, "UNIT": 16, "BLOCK_S": 8, "BLOCK_E": config.block_e},
+                config.num_warps,
+            )
+            for kind in ("bf16", "fp32")
+        ),
     ]

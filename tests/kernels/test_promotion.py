@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from saguaro_kernels.errors import ConfigError, DTypeError, ShapeError
-from saguaro_kernels.promotion import promote_branch
+from saguaro_kernels.promotion import promote_branch, promote_pages
 
 IMPLS = ("reference", "triton")
 
@@ -102,6 +102,49 @@ def test_a_view_of_one_tensor_and_a_wide_row(impl, device):
     assert torch.equal(pages.cpu(), expected)
 
 
+def _swap(table, trunk, depth, branch, draft_len, branches, impl, device):
+    # A part of a wider table, as an engine's rows are.
+    wide = torch.full((len(table), table.shape[1] + 3), -9, dtype=torch.int32, device=device)
+    wide[:, :-3] = table.to(device)
+    promote_pages(
+        wide[:, :-3],
+        trunk_len=torch.tensor(trunk, device=device),
+        depth=torch.tensor(depth, dtype=torch.int32, device=device),
+        branch=torch.tensor(branch, device=device),
+        draft_len=draft_len,
+        branches=branches,
+        impl=impl,
+    )
+    assert (wide[:, -3:] == -9).all()
+    return wide[:, :-3].cpu()
+
+
+def test_pages_of_one_slot_change_places_instead(device):
+    """Every overlap of chain and branch: the chain reads what a copy would have given it, no page
+    is lost or doubled, and no entry before the chain or of another branch changes."""
+    for draft_len, branches in itertools.product(range(4), range(1, 4)):
+        pairs = list(itertools.product(range(draft_len + 1), range(-1, branches)))
+        depth, branch = (list(column) for column in zip(*pairs, strict=True))
+        trunk = [1 + b % 3 for b in range(len(pairs))]
+        kv, table = _case(
+            len(pairs), 1, draft_len, branches, trunk, shape=(1,), heads=1, head_dim=4
+        )
+        copied = _by_hand(kv, table, trunk, depth, branch, draft_len, branches)
+        tables = [
+            _swap(table, trunk, depth, branch, draft_len, branches, impl, device) for impl in IMPLS
+        ]
+        assert torch.equal(*tables)
+        assert torch.equal(tables[0].sort(1).values, table.sort(1).values)
+        for b, (k, i) in enumerate(pairs):
+            end = trunk[b] + (k + 1 + draft_len + 1 if i >= 0 else 0)
+            for slot in range(end):
+                assert torch.equal(kv[0, tables[0][b, slot]], copied[0, table[b, slot]])
+            own = {trunk[b] + draft_len + 1 + s * branches + i for s in range(draft_len + 1)}
+            changed = (tables[0][b] != table[b]).nonzero()[:, 0].tolist()
+            allowed = own | set(range(trunk[b] + k + 1, end))
+            assert set(changed) <= (allowed if i >= 0 else set())
+
+
 def test_wrong_arguments_are_named(device):
     kv, table = (tensor.to(device) for tensor in _case(2, 4, 2, 3, [1, 1]))
     one = torch.ones(2, dtype=torch.int32, device=device)
@@ -116,3 +159,9 @@ def test_wrong_arguments_are_named(device):
         promote_branch(kv, table, **lengths | {"depth": one[:1]}, draft_len=2, branches=3)
     with pytest.raises(ConfigError, match="branches"):
         promote_branch(kv, table, **lengths, draft_len=2, branches=0)
+    with pytest.raises(DTypeError, match="page_table"):
+        promote_pages(table.long(), **lengths, draft_len=2, branches=3)
+    with pytest.raises(ShapeError, match="branch"):
+        promote_pages(table, **lengths | {"branch": one[:1]}, draft_len=2, branches=3)
+    with pytest.raises(ConfigError, match="draft_len"):
+        promote_pages(table, **lengths, draft_len=-1, branches=3)

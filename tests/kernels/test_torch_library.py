@@ -20,6 +20,7 @@ from saguaro_kernels import (
     ngram_propose,
     predict_outcomes,
     promote_branch,
+    promote_pages,
     residual,
     row_stats,
     saguaro_sample,
@@ -114,6 +115,12 @@ def _cases() -> dict[str, tuple[Call, tuple[torch.Tensor, ...]]]:
                 pages, its, trunk_len=n, depth=d, branch=d, **hit, **REFERENCE
             ),
             (kv, table, count, count),
+        ),
+        "promote_pages": (
+            lambda its, n, d: promote_pages(
+                its, trunk_len=n, depth=d, branch=d, **hit, **REFERENCE
+            ),
+            (torch.arange(2 * 40, dtype=torch.int32).view(2, 40), count, count),
         ),
         "cache_insert": (
             lambda *tensors: _cache(*tensors[:4]).insert(*tensors[4:], **REFERENCE),
