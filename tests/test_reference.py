@@ -79,9 +79,9 @@ def test_ops_are_found() -> None:
 @pytest.mark.parametrize("op", ops(), ids=lambda its: its.__name__)
 def test_an_op_says_what_it_takes_gives_raises_and_costs(op: Callable[..., Any]) -> None:
     its = sections(op.__doc__ or "")
-    # promote_branch returns nothing and moves keys in place: Args says so.
-    wanted = {"Args", "Raises", "Cost"} | ({"Returns"} if op is not saguaro_kernels.promote_branch
-                                           else set())  # fmt: skip
+    # Promotion returns nothing and changes its first argument in place: Args says so.
+    in_place = saguaro_kernels.promote_branch, saguaro_kernels.promote_pages
+    wanted = {"Args", "Raises", "Cost"} | (set() if op in in_place else {"Returns"})
     assert wanted <= its.keys()
     for name, parameter in inspect.signature(op).parameters.items():
         if name == "impl":  # the same everywhere: "auto", "triton" or "reference"
