@@ -11,7 +11,7 @@ from pathlib import Path
 from saguaro_kernels.errors import ConfigError
 
 from .published import render as render_published
-from .roofline import MACHINES, MODELS, ModelShape, forward_seconds
+from .roofline import BYTES, MACHINES, MODELS, Machine, ModelShape, forward_seconds
 from .search import Deployment, Plan, evaluate, interpolate, plan
 from .simulation import simulate
 from .theory import MissLaw, crossover_batch, expected_tokens
@@ -34,8 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument("--target", help=f"{', '.join(MODELS)} or PARAMETERS:LAYERS:KV:HEAD_DIM")
     sizes.add_argument("--draft", help="likewise")
     sizes.add_argument("--machine", choices=sorted(MACHINES), default="h100")
+    sizes.add_argument("--bandwidth", type=float, metavar="GB/S", help="of memory, of one device")
+    sizes.add_argument("--tflops", type=float, help="dense, of one device")
+    sizes.add_argument("--link-us", type=float, help="one way between target and drafter")
     sizes.add_argument("--tp", type=int, default=1, help="devices of the target (1)")
-    sizes.add_argument("--bytes-per-weight", type=float, default=2.0)
+    sizes.add_argument("--dtype", choices=sorted(BYTES), default="bf16", help="of weights (bf16)")
     sizes.add_argument("--context", type=int, default=1024, help="tokens in the KV cache (1024)")
     pair = parser.add_argument_group("the pair")
     pair.add_argument("--acceptance", type=float, default=0.8, help="per drafted token (0.8)")
@@ -48,7 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     use = parser.add_argument_group("the deployment")
     use.add_argument("--batch", type=int, default=1)
     use.add_argument("--drafters", type=int, default=1, help="drafter devices (1)")
-    use.add_argument("--handoff-ms", type=float, default=0.0, help="one way between the devices")
+    use.add_argument(
+        "--handoff-ms",
+        type=float,
+        help="one way between the devices (0 of measured times, else the machine's link)",
+    )
     use.add_argument("--max-k", type=int, default=12)
     use.add_argument("--max-branches", type=int, default=64)
     parser.add_argument("--plot", metavar="FILE.png", help="speed against K, branches and batch")
@@ -90,15 +97,21 @@ def _deployment(args: argparse.Namespace) -> Deployment:
         args.draft is None
     ):
         raise ConfigError("want --verify-ms and --step-ms together, or --target and --draft")
+    handoff, verify_rows = (args.handoff_ms or 0.0) / 1e3, None
     if args.verify_ms is not None:
         verify, step = args.verify_ms / 1e3, _measured_steps(args.step_ms)
     elif args.target is not None:
-        target, draft = (_shape(name, args.bytes_per_weight) for name in (args.target, args.draft))
-        machine = MACHINES[args.machine]
-        # The tree's rows share their request's trunk: its keys are read once.
-        verify = forward_seconds(
-            target, machine, args.batch, context=args.context, trunks=args.batch, tp=args.tp
-        )
+        target, draft = (_shape(name, BYTES[args.dtype]) for name in (args.target, args.draft))
+        machine = _machine(args)
+        handoff = machine.link if args.handoff_ms is None else handoff
+        # The rows of a request share its trunk: its keys are read once.
+
+        def verify_rows(rows: int) -> float:
+            return forward_seconds(
+                target, machine, rows, context=args.context, trunks=args.batch, tp=args.tp
+            )
+
+        verify = verify_rows(args.batch)
 
         def step(rows: int) -> float:
             return forward_seconds(draft, machine, rows, context=args.context, trunks=args.batch)
@@ -112,8 +125,25 @@ def _deployment(args: argparse.Namespace) -> Deployment:
         batch=args.batch,
         drafters=args.drafters,
         target_devices=args.tp,
-        handoff_seconds=args.handoff_ms / 1e3,
+        handoff_seconds=handoff,
+        verify_rows=verify_rows,
     )
+
+
+def _machine(args: argparse.Namespace) -> Machine:
+    """The machine that was named, with the numbers that were given in place of its own."""
+    given = {
+        "bandwidth": args.bandwidth and args.bandwidth * 1e9,
+        "flops": args.tflops and args.tflops * 1e12,
+        "link": None if args.link_us is None else args.link_us / 1e6,
+    }
+    machine = replace(MACHINES[args.machine], **{k: v for k, v in given.items() if v is not None})
+    if min(machine.bandwidth, machine.flops) <= 0 or machine.link < 0:
+        raise ConfigError(
+            f"--bandwidth, --tflops, --link-us: got {args.bandwidth}, {args.tflops}, "
+            f"{args.link_us}, want > 0, > 0 and >= 0"
+        )
+    return machine
 
 
 def _shape(name: str, bytes_per_weight: float) -> ModelShape:
@@ -155,6 +185,7 @@ def _render(deployment: Deployment, best: Plan) -> str:
         fallback="wait" if best.redraft_tokens else "fast",
         handoff=d.handoff_seconds / unit,
     )
+    rows = -(-d.batch * best.branches // d.drafters)
     full = best.k * d.step_seconds(d.batch) / unit
     tokens = expected_tokens(d.acceptance, best.k)
     crossover = crossover_batch(best.hit_rate, 1.0 - d.miss(best.branches), full, tokens, tokens)
@@ -167,8 +198,9 @@ def _render(deployment: Deployment, best: Plan) -> str:
     fans = " ".join(str(f) for f in best.fan_out)
     return "\n".join(
         [
-            f"T_V {unit * 1e3:.2f} ms, drafter step {d.step_seconds(d.batch) * 1e3:.2f} ms at "
-            f"{d.batch} rows, acceptance {d.acceptance:g}, batch {d.batch}",
+            f"T_V {unit * 1e3:.2f} ms, drafter step {d.step_seconds(d.batch) * 1e3:.2f} ms, "
+            f"T_tree {d.step_seconds(rows) * 1e3:.2f} ms at {rows} rows, hand-off "
+            f"{d.handoff_seconds * 1e3:.2g} ms, acceptance {d.acceptance:g}, batch {d.batch}",
             f"use            {verdict}",
             f"K, branches    {best.k}, {best.branches} per request (by accepted length: {fans})",
             f"fallback       {best.fallback} (K = 0 beats a redraft from batch {crossover:.1f})",

@@ -29,7 +29,8 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Machine:
-    """One device: peak memory bandwidth (bytes/s), peak dense FLOP/s, and its latencies (s)."""
+    """One device: peak memory bandwidth (bytes/s), peak dense FLOP/s, and its latencies (s); link
+    is one way between the target and a drafter elsewhere."""
 
     bandwidth: float
     flops: float
@@ -39,6 +40,7 @@ class Machine:
     link: float = 10e-6
 
 
+BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int4": 0.5}
 MODELS = {
     "llama-3.1-70b": ModelShape(70.6e9, 80, 8, 128),
     "llama-3.2-1b": ModelShape(1.24e9, 16, 8, 64),

@@ -240,10 +240,32 @@ def test_the_command_prints_plans_and_plots(tmp_path, capsys) -> None:
     assert cli.run(_plan_command(*sizes)) == 0
 
 
+def test_the_roofline_takes_a_machine_of_ones_own(capsys) -> None:
+    sizes = ("--target", "70e9:80:8:128", "--draft", "1.2e9:16:8:64", "--tp", "4")
+
+    def planned(*arguments: str) -> dict:
+        assert cli.run(_plan_command(*sizes, *arguments, "--max-k", "4", "--json")) == 0
+        return json.loads(capsys.readouterr().out)
+
+    h100 = planned()
+    assert planned("--bandwidth", "3350", "--tflops", "989", "--link-us", "10") == h100
+    # Slower memory, fewer bytes, a slow link: each moves the prediction its own way.
+    assert planned("--bandwidth", "2000")["tokens_per_second"] < h100["tokens_per_second"]
+    assert planned("--dtype", "fp8")["tokens_per_second"] > h100["tokens_per_second"]
+    assert planned("--link-us", "4000")["tokens_per_second"] < h100["tokens_per_second"]
+    # So few FLOP/s that every drafted token costs a verification its time.
+    assert planned("--tflops", "2", "--batch", "32")["k"] < h100["k"]
+    assert cli.run(_plan_command(*sizes, "--drafters", "2")) == 0
+    text = capsys.readouterr().out
+    assert all(part in text for part in ("T_V", "T_tree", "hand-off 0.01 ms", "2 drafter"))
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
         (),
+        ("--target", "llama-3.1-70b", "--draft", "llama-3.2-1b", "--bandwidth", "-1"),
+        ("--target", "llama-3.1-70b", "--draft", "llama-3.2-1b", "--link-us", "-1"),
         ("--verify-ms", "3"),
         ("--verify-ms", "3", "--step-ms", "fast"),
         ("--verify-ms", "3", "--step-ms", "1", "--miss", "0.2"),
