@@ -10,6 +10,7 @@ of trees of drafts is not built.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any
 
@@ -46,13 +47,13 @@ def register() -> None:
     standalone = SpeculativeAlgorithm.STANDALONE
 
     class SaguaroAlgorithm(CustomSpecAlgo):
-        """Answers every question as STANDALONE does."""
+        """Answers every question as STANDALONE does, those of later versions too."""
 
     def answer(name: str) -> Any:
         return lambda self, *args, **kwargs: getattr(standalone, name)(*args, **kwargs)
 
-    for name in vars(SpeculativeAlgorithm):
-        if name.startswith(("is_", "supports_", "has_")) or name == "handle_server_args":
+    for name, its in vars(SpeculativeAlgorithm).items():
+        if inspect.isfunction(its) and name[0] != "_" and name != "create_worker":
             setattr(SaguaroAlgorithm, name, answer(name))
 
     @SpeculativeAlgorithm.register(
@@ -158,16 +159,19 @@ def chain_speculative_sampling(
     threshold_acc: float = 1.0,
     deterministic: bool = True,
     *,
+    block_verification: bool = False,
     impl: Impl = "auto",
 ) -> None:
     """Judge chains drawn from draft_probs [B, n - 1 or n, V], as SGLang's function for chains.
 
+    Args:
+        block_verification: the block rule, not the token rule; newer versions pass it.
     Everything else as in `tree_speculative_sampling_target_only`.
     """
     _judge(
         predicts, accept_index, accept_token_num, candidates, retrive_index, retrive_next_token,
         (uniform_samples, uniform_samples_for_final_sampling), target_probs, draft_probs,
-        (threshold_single, threshold_acc), impl,
+        (threshold_single, threshold_acc), impl, "block" if block_verification else "token",
     )  # fmt: skip
 
 
@@ -183,6 +187,7 @@ def _judge(
     draft_probs: torch.Tensor | None,
     thresholds: tuple[float, float],
     impl: Impl,
+    rule: str = "token",
 ) -> None:
     if thresholds != (1.0, 1.0):
         raise UnsupportedError(
@@ -211,7 +216,7 @@ def _judge(
         ),
         Sampling(ones),
         Keys(first << 24 | last, torch.zeros_like(first)),
-        rule="token",
+        rule=rule,
         inputs=Inputs(target_probs=True, draft_probs=True),
         impl=impl,
     )

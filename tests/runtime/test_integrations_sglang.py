@@ -72,8 +72,8 @@ def test_outputs_lie_where_sglang_reads_them() -> None:
     assert torch.equal(again["predicts"], case["predicts"])  # ranks with the same coins agree
 
 
-@pytest.mark.parametrize("drawn", [False, True])
-def test_law_of_the_first_two_tokens(drawn: bool) -> None:
+@pytest.mark.parametrize("drawn", [False, "token", "block"])
+def test_law_of_the_first_two_tokens(drawn: bool | str) -> None:
     generator = torch.Generator().manual_seed(3)
     drafts = torch.multinomial(Q, 2 * DRAWS, True, generator=generator).view(DRAWS, 2)
     call = sglang.tree_speculative_sampling_target_only
@@ -81,6 +81,7 @@ def test_law_of_the_first_two_tokens(drawn: bool) -> None:
     if drawn:
         call = sglang.chain_speculative_sampling
         case["draft_probs"] = Q.expand(DRAWS, 2, 5)
+        case["block_verification"] = drawn == "block"
     call(**case, impl="reference")
     text = tokens(case)
     rest = torch.multinomial(P[1], DRAWS, True, generator=generator)
@@ -89,7 +90,8 @@ def test_law_of_the_first_two_tokens(drawn: bool) -> None:
     assert oracles.follows(counts, np.einsum("i,j->ij", *P.double().numpy()).ravel())
     overlap = float(torch.minimum(P[0], Q).sum()) if drawn else float((P[0] * Q).sum())
     rate = float((case["accept_token_num"] > 0).double().mean())
-    assert abs(rate - overlap) < 5 * (0.25 / DRAWS) ** 0.5
+    if drawn != "block":  # which keeps more, and less often just one
+        assert abs(rate - overlap) < 5 * (0.25 / DRAWS) ** 0.5
 
 
 def test_lossy_thresholds_are_refused() -> None:
@@ -104,6 +106,14 @@ def theirs(
     draft_probs, threshold_single=1.0, threshold_acc=1.0, deterministic=True,
 ):  # fmt: skip
     """The arguments of sgl_kernel.tree_speculative_sampling_target_only."""
+
+
+def their_chains(
+    predicts, accept_index, accept_token_num, candidates, retrive_index, retrive_next_token,
+    retrive_next_sibling, uniform_samples, uniform_samples_for_final_sampling, target_probs,
+    draft_probs, threshold_single, threshold_acc, deterministic, *, block_verification=False,
+):  # fmt: skip
+    """The arguments of chain_speculative_sampling_triton in newer versions."""
 
 
 @pytest.fixture
@@ -124,6 +134,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 
         def has_draft_kv(self) -> bool:
             return True
+
+        def need_topk(self) -> bool:
+            return False
 
         def create_worker(self, server_args):
             return self.factory(server_args)
@@ -154,6 +167,12 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         def supports_ragged_verify(self) -> bool:
             return False
 
+        def need_topk(self) -> bool:
+            return self.is_standalone()
+
+        def build_disagg_draft_input(self, batch, last_tokens_tensor, future_map):
+            return (self.name, batch, last_tokens_tensor, future_map)
+
         def create_worker(self, server_args):
             return ("worker of", self.name)
 
@@ -168,6 +187,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         },
         "sglang.srt.speculative.eagle_info": {
             "tree_speculative_sampling_target_only": theirs,
+            "chain_speculative_sampling_triton": their_chains,
         },
     }
     for name, contents in modules.items():
@@ -183,11 +203,13 @@ def test_the_algorithm_is_standalone_with_our_verification(engine: SimpleNamespa
     algorithm = engine.registry["SAGUARO"]
     assert algorithm.supports_overlap
     assert algorithm.is_standalone() and not algorithm.is_eagle()
-    assert not algorithm.supports_ragged_verify()
+    assert not algorithm.supports_ragged_verify() and algorithm.need_topk()
+    assert algorithm.build_disagg_draft_input(1, 2, future_map=3) == ("STANDALONE", 1, 2, 3)
     assert algorithm.create_worker(SimpleNamespace()) == ("worker of", "STANDALONE")
     eagle_info = sys.modules["sglang.srt.speculative.eagle_info"]
     name = "tree_speculative_sampling_target_only"
     assert getattr(eagle_info, name) is sglang.tree_speculative_sampling_target_only
+    assert eagle_info.chain_speculative_sampling_triton is sglang.chain_speculative_sampling
 
 
 def test_server_args_that_are_not_lossless_are_refused(engine: SimpleNamespace) -> None:
