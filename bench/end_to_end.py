@@ -1,12 +1,15 @@
 """Tokens per second of a whole engine, method beside method, in one interleaved run.
 
 For each temperature and batch size every variant decodes the same prompts in turn: plain decoding,
-SD, SSD with its defaults and with each rule, ranking and fallback changed alone, and transformers'
-own assisted generation and prompt lookup (one prompt at a time, which is all they take). The table
-gives ratios; the spread is that of the single batches. What Theorem 7 makes of the same run's times
-stands beside each SSD line. Texts are compared with the variant that must give the same: plain
-decoding at temperature 0. In bfloat16 rounding decides near ties, so a few differ; `python -m bench
-equality` is the check in float32.
+SD, SSD as configured, SSD with policy="auto" (which may go back to SD or plain decoding), and, one
+prompt at a time, which is all they take, transformers' own assisted generation and prompt lookup.
+SSD with another rule, ranking or fallback, one of them changed alone, joins where OPTIONS says.
+
+The table gives ratios; the spread is that of the single batches. What Theorem 7 makes of the same
+run's times stands beside each SSD line. Texts are compared with the variant that must give the
+same: plain decoding at temperature 0. In bfloat16 rounding decides near ties, so a few differ;
+`python -m bench equality` is the check in float32. A run that was cut short goes on where it was:
+cells that --json has, of the same settings and commit, are not measured again.
 """
 
 from __future__ import annotations
@@ -21,14 +24,25 @@ from pathlib import Path
 from typing import Any
 
 from saguaro_runtime import EngineConfig, SamplingParams
+from saguaro_runtime.config import Fallback
 from saguaro_runtime.demo.measure import AssistedRun, Batch, Pair, Run, measure, opened
 from saguaro_runtime.demo.report import Variant, predict, versions
+from saguaro_runtime.planner.theory import sd_speed
+from saguaro_runtime.policy import choose_fallback
 
 from . import report
 from .equality import chat_prompts, code_prompts
 
 TEMPERATURES = (0.0, 0.6, 1.0)
-BATCHES = (1, 4, 8)
+BATCHES = {1: 6, 4: 3, 8: 3}
+"""How many batches of each size."""
+OPTIONS = {1: ("rule", "ranking", "fallback"), 8: ("fallback",)}
+"""What is changed alone at these sizes."""
+AUTO = "SSD, auto"
+SETTLE = 2
+"""Batches of each cell that only AUTO decodes, before the cell: it learns from what it did."""
+WARM = 0.5
+"""The ranking "auto" uses the noise from this temperature on."""
 
 
 @dataclass(frozen=True)
@@ -42,34 +56,51 @@ class Row:
     vs_ar: tuple[float, float, float]
     vs_sd: tuple[float, float, float]
     theorem_7: float | None
-    tokens_per_round: float
+    accepted: float
     hit_rate: float
     overlap: float
     per_core: float
     same_texts: str
-    speculation: str
+    note: str
 
 
-def variants(*, quick: bool, k: int, branches: int) -> list[Variant]:
-    """What is compared; the methods proper give target and draft one core each."""
-    ssd = EngineConfig(method="ssd", k=k, branches=branches, threads=1)
-    found = [
+def methods(k: int, branches: int) -> list[Variant]:
+    """In every cell; the methods proper give target and draft one core each."""
+    ssd = EngineConfig(
+        method="ssd", k=k, branches=branches, threads=1, policy="fixed", max_tokens=8192
+    )
+    return [
         Variant("AR", replace(ssd, method="ar")),
         Variant("AR, 2 threads", replace(ssd, method="ar", threads=2)),
         Variant("SD", replace(ssd, method="sd")),
         Variant("SD, 2 threads", replace(ssd, method="sd", threads=2, lane="inline")),
         Variant("SSD", ssd),
+        Variant(AUTO, replace(ssd, policy="auto")),
     ]
-    if quick:
-        return found
-    for name, values in (
-        ("rule", ("token", "coupled")),
-        ("ranking", ("probability", "noise")),
-        ("fallback", ("immediate_retry", "batched_retry", "partial_accept")),
-    ):
-        for value in values:
-            found.append(Variant(f"SSD, {name} {value}", replace(ssd, **{name: value})))
-    return found
+
+
+def options(ssd: EngineConfig) -> list[Variant]:
+    """SSD with one thing changed."""
+    values = {
+        "rule": ("token", "coupled"),
+        "ranking": ("probability",),
+        "fallback": tuple(its.value for its in Fallback),
+    }
+    return [
+        Variant(f"SSD, {name} {value}", replace(ssd, **{name: value}))
+        for name, its in values.items()
+        for value in its
+    ]
+
+
+def joins(variant: Variant, ssd: EngineConfig, temperature: float, batch: int) -> bool:
+    """Whether one of `options` is measured in a cell: not where it is what SSD does anyway."""
+    names = [name for name in OPTIONS.get(batch, ()) if f", {name} " in variant.name]
+    if "ranking" in names:
+        return temperature >= WARM
+    if "fallback" in names:
+        return variant.config.fallback != choose_fallback(ssd, batch).value
+    return bool(names)
 
 
 def cell(
@@ -79,6 +110,8 @@ def cell(
     params: SamplingParams,
 ) -> list[Row]:
     """All variants on the same batches of one size, at one temperature."""
+    if auto := [its for its in compared if its.name == AUTO]:
+        measure(runs, auto, batches[:SETTLE], params, lambda: None)
     found = measure(runs, compared, batches, params, lambda: None)
     return [
         Row(
@@ -88,20 +121,46 @@ def cell(
             tokens_per_s=found[variant.name]["tokens_per_s"],
             vs_ar=ratio(found[variant.name], found["AR"]),
             vs_sd=ratio(found[variant.name], found["SD"]),
-            theorem_7=predict(found["SD"], found[variant.name], variant.config)
-            if variant.config.method == "ssd" and found[variant.name]["tokens_per_round"]
-            else None,
-            tokens_per_round=found[variant.name]["tokens_per_round"],
+            theorem_7=theorem_7(found["SD"], found[variant.name], variant.config, len(batches[0])),
+            accepted=found[variant.name]["accepted_per_round"],
             hit_rate=found[variant.name]["hit_rate"],
             overlap=found[variant.name]["overlap"],
             per_core=found[variant.name]["tokens_per_s"] / cores(variant.config),
             same_texts=same(found[variant.name]["texts"], found["AR"]["texts"])
             if params.temperature == 0
             else "-",
-            speculation=found[variant.name].get("speculation", "-"),
+            note=note(found[variant.name], variant.config),
         )
         for variant in compared
     ]
+
+
+def theorem_7(
+    sd: Mapping[str, Any], found: Mapping[str, Any], config: EngineConfig, batch: int
+) -> float | None:
+    """SSD against SD from the times of these runs, for what the policy does at their end; None
+    where nothing is drafted ahead, or nobody waits for a redraft and its row does."""
+    if config.method != "ssd" or config.fallback == Fallback.INDEPENDENT.value:
+        return None
+    policy = found["policy"]
+    if policy["method"] == "sd":
+        return 1.0
+    if policy["method"] == "ar":
+        draft = config.k * sd["t_draft_step_ms"] / sd["t_verify_ms"]
+        return 1.0 / sd_speed(sd["tokens_per_round"], draft)
+    return predict(sd, found, config, batch, policy["retry"])
+
+
+def note(found: Mapping[str, Any], config: EngineConfig) -> str:
+    """A draft that failed; what the policy settled on."""
+    said = [] if found.get("speculation", "on") in ("on", "off") else [found["speculation"]]
+    if config.policy == "auto":
+        its = found["policy"]
+        ahead = f", {its['branches']} branches, retry {its['retry']}"
+        said.append(
+            f"{its['method']}, k {its['k']}{ahead if its['method'] == 'ssd' else ''}: {its['why']}"
+        )
+    return "; ".join(said)
 
 
 def ratio(row: Mapping[str, Any], base: Mapping[str, Any]) -> tuple[float, float, float]:
@@ -128,36 +187,43 @@ def batches_of(prompts: Sequence[list[int]], size: int, count: int) -> list[list
     return [taken[i : i + size] for i in range(0, len(taken), size)]
 
 
-def run(pair: Pair, prompts: Sequence[list[int]], options: argparse.Namespace) -> Iterator[Row]:
-    """The rows, cell by cell, as they are measured."""
-    compared = variants(quick=options.quick, k=options.k, branches=options.branches)
-    inline = EngineConfig(method="sd", threads=2, lane="inline")
+def run(
+    pair: Pair,
+    prompts: Sequence[list[int]],
+    settings: argparse.Namespace,
+    done: set[tuple[float, int]] | None = None,
+) -> Iterator[list[Row]]:
+    """The rows of each cell that is not done, as it is measured."""
+    compared = methods(settings.k, settings.branches)
+    ssd = next(its.config for its in compared if its.name == "SSD")
+    changed = [] if settings.quick else options(ssd)
+    alone = EngineConfig(method="sd", threads=2, lane="inline")
     others = {
         "transformers' assisted": AssistedRun(pair.target, assistant_model=pair.draft),
         "transformers' prompt lookup": AssistedRun(pair.target, prompt_lookup_num_tokens=3),
     }
-    with opened(pair, compared) as runs:
-        for temperature in (0.0, 1.0) if options.quick else TEMPERATURES:
-            for size in (1,) if options.quick else BATCHES:
-                here = list(compared)
-                if size == 1:
-                    here += [Variant(name, inline) for name in others]
-                # Every batch is the same work: no text ends early.
-                params = SamplingParams(options.tokens, temperature, ignore_eos=True)
-                count = max(2, options.batches // size)
-                yield from cell(runs | others, here, batches_of(prompts, size, count), params)
+    temperatures, sizes = ((0.0, 1.0), (1,)) if settings.quick else (TEMPERATURES, BATCHES)
+    cells = [its for its in itertools.product(temperatures, sizes) if its not in (done or ())]
+    with opened(pair, [*compared, *changed] if cells else []) as runs:
+        for temperature, size in cells:
+            here = [*compared, *(its for its in changed if joins(its, ssd, temperature, size))]
+            if size == 1:
+                here += [Variant(name, alone) for name in others]
+            # Every batch is the same work: no text ends early.
+            params = SamplingParams(settings.tokens, temperature, ignore_eos=True)
+            batches = batches_of(prompts, size, settings.batches or BATCHES[size])
+            yield cell(runs | others, here, batches, params)
 
 
 def render(rows: Sequence[Row]) -> str:
-    """One line per variant and cell."""
-    headers = ("T", "batch", "variant", "tokens/s", "vs AR", "vs SD", "Theorem 7", "tokens/round")
+    """One line per variant and cell, then what "auto" did."""
+    headers = ("T", "batch", "variant", "tokens/s", "vs AR", "vs SD", "Theorem 7", "accepted")
     headers += ("hit rate", "overlap", "tokens/s/core", "same texts")
-    spread = lambda its: f"{its[0]:.2f} ({its[1]:.2f}-{its[2]:.2f})"  # noqa: E731
     lines = [
         (f"{row.temperature:g}", str(row.batch), row.variant, f"{row.tokens_per_s:.1f}")
-        + (spread(row.vs_ar), spread(row.vs_sd))
+        + (_spread(row.vs_ar), _spread(row.vs_sd))
         + (None if row.theorem_7 is None else f"{row.theorem_7:.2f}",)
-        + (f"{row.tokens_per_round:.2f}" if row.tokens_per_round else None,)
+        + (f"{row.accepted:.2f}" if row.accepted else None,)
         + tuple(
             f"{value:.2f}" if row.variant.startswith("SSD") else None
             for value in (row.hit_rate, row.overlap)
@@ -165,47 +231,106 @@ def render(rows: Sequence[Row]) -> str:
         + (f"{row.per_core:.1f}", row.same_texts)
         for row in rows
     ]
-    notes = sorted(
-        {
-            f"{row.variant}, T = {row.temperature:g}, batch {row.batch}: {row.speculation}"
-            for row in rows
-            if row.speculation not in ("on", "off", "-")
-        }
-    )
-    return "\n".join([report.table(headers, lines), *notes])
+    notes = [
+        f"{row.variant}, T = {row.temperature:g}, batch {row.batch}: {row.note}"
+        for row in rows
+        if row.note
+    ]
+    return "\n".join([report.table(headers, lines), *notes, verdict(rows)])
+
+
+def _spread(its: Sequence[float]) -> str:
+    return f"{its[0]:.2f} ({its[1]:.2f}-{its[2]:.2f})"
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """In how many cells "auto" is at least as fast as SD, and where not."""
+    auto = [row for row in rows if row.variant == AUTO]
+    slower = [
+        f"T = {row.temperature:g}, batch {row.batch}: {_spread(row.vs_sd)}"
+        for row in auto
+        if row.vs_sd[0] < 1
+    ]
+    text = f"{AUTO} is at least as fast as SD in {len(auto) - len(slower)} of {len(auto)} cells"
+    return f"{text}; not at {', '.join(slower)}" if slower else text
+
+
+def loses(rows: Sequence[Row]) -> bool:
+    """In some cell "auto" was slower than SD in every batch."""
+    return any(row.variant == AUTO and row.vs_sd[2] < 1 for row in rows)
+
+
+def repeated(rows: Sequence[Row], before: Sequence[Row]) -> str:
+    """How far the ratios of another run lie from these, and from their spread."""
+    old = {(row.temperature, row.batch, row.variant): row for row in before}
+    ratios = [
+        (f"{row.variant}, T = {row.temperature:g}, batch {row.batch}, {name}", now, then)
+        for row in rows
+        if (other := old.get((row.temperature, row.batch, row.variant)))
+        for name, now, then in (
+            ("vs AR", row.vs_ar, other.vs_ar), ("vs SD", row.vs_sd, other.vs_sd),
+        )
+        if now[1] < now[2]
+    ]  # fmt: skip
+    outside = [
+        f"{name}: {_spread(now)}, then {_spread(then)}"
+        for name, now, then in ratios
+        if abs(now[0] - then[0]) > now[2] - now[1]
+    ]
+    apart = [abs(now[0] / then[0] - 1) for _, now, then in ratios]
+    middle = f", by {statistics.median(apart):.1%} in the median" if apart else ""
+    within = f"{len(ratios) - len(outside)} of {len(ratios)}"
+    return "\n".join([f"{within} ratios differ by less than the printed spread{middle}", *outside])
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
+    """A file of --json: what it says of the run, and its rows."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return found, [Row(**row) for row in found["rows"]]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`python -m bench end_to_end`: prints the table; 0 when it was measured."""
-    parser = argparse.ArgumentParser(prog="python -m bench end_to_end", description=__doc__)
+    """`python -m bench end_to_end`: 0 when measured; 1 if "auto" loses against SD in a cell."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench end_to_end", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     add = parser.add_argument
     add("--target", metavar="PATH", help="default: the demo's pair")
     add("--draft", metavar="PATH")
-    add("--quick", action="store_true", help="batch 1, T = 0 and 1, the defaults only: 3 minutes")
-    add("--batches", type=int, default=8, help="of one prompt; fewer of larger ones (%(default)s)")
-    add("--tokens", type=int, default=48, help="per prompt (%(default)s)")
+    add("--quick", action="store_true", help="batch 1, T = 0 and 1, methods only: 2 minutes")
+    add("--batches", type=int, help=f"of each size; default: {BATCHES}")
+    add("--tokens", type=int, default=32, help="per prompt (%(default)s)")
     add("--k", type=int, default=2)
     add("--branches", type=int, default=12)
     add("--json", type=Path, metavar="FILE", help="rewritten after every cell")
+    add("--against", type=Path, metavar="FILE", help="of --json: how far apart are the two runs?")
     options = parser.parse_args(arguments)
     if options.quick:
-        options.batches, options.tokens = min(options.batches, 4), min(options.tokens, 32)
+        options.batches, options.tokens = min(options.batches or 3, 3), min(options.tokens, 24)
     from saguaro_runtime.cli.doctor import faster_dtype
-    from saguaro_runtime.demo import load
+    from saguaro_runtime.demo.cli import load
     from saguaro_runtime.demo.model import load_pair
 
     paths = (options.target, options.draft) if options.target else load_pair()
     dtype = faster_dtype()
+    names = ("target", "draft", "quick", "batches", "tokens", "k", "branches")
+    settings = {name: getattr(options, name) for name in names} | {"dtype": dtype}
+    found = {"machine": report.machine(), "versions": versions(), "settings": settings}
+    rows: list[Row] = []
+    if options.json and options.json.exists():
+        before = json.loads(options.json.read_text())
+        if all(before.get(name) == found[name] for name in found):
+            rows = read(options.json)[1]
     pair = load(*paths, dtype)
     both = zip(chat_prompts(pair.tokenizer, 8), code_prompts(pair.tokenizer, 8), strict=True)
     prompts = list(itertools.chain.from_iterable(both))
-    rows: list[Row] = []
-    for row in run(pair, prompts, options):
-        rows.append(row)
+    for measured in run(pair, prompts, options, {(row.temperature, row.batch) for row in rows}):
+        rows += measured
         if options.json:
-            found = {"machine": report.machine(), "versions": versions(), "dtype": dtype}
-            found |= {"tokens": options.tokens, "k": options.k, "branches": options.branches}
-            rows_json = [asdict(its) for its in rows]
-            options.json.write_text(json.dumps(found | {"rows": rows_json}, indent=1) + "\n")
+            data = found | {"rows": [asdict(row) for row in rows]}
+            options.json.write_text(json.dumps(data, indent=1) + "\n")
     print(render(rows))
-    return 0
+    if options.against:
+        print(repeated(rows, read(options.against)[1]))
+    return int(loses(rows))

@@ -41,7 +41,7 @@ class Plot:
 
 def throughput(found: dict[str, Any], figure: Any) -> None:
     """One panel per temperature, one line per method, one point per batch."""
-    shown = ("AR", "AR, 2 threads", "SD", "SD, 2 threads", "SSD")
+    shown = ("AR", "AR, 2 threads", "SD", "SD, 2 threads", "SSD", "SSD, auto")
     rows = [row for row in found["rows"] if row["variant"] in shown]
     temperatures = sorted({row["temperature"] for row in rows})
     axes = figure.subplots(1, len(temperatures), squeeze=False, sharey=True)[0]

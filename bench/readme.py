@@ -92,12 +92,12 @@ def scripted_runs(path: Path = RESULTS / "scripted.json") -> str:
 
 def end_to_end_runs(path: Path = RESULTS / "end_to_end.json") -> str:
     """What `python -m bench end_to_end` found."""
-    found = json.loads(path.read_text(encoding="utf-8"))
-    table = end_to_end.render([end_to_end.Row(**row) for row in found["rows"]])
+    found, rows = end_to_end.read(path)
+    its = found["settings"]
     return (
-        f"\n```text\n{table}\n```\n\n`python -m bench end_to_end`, {found['tokens']} tokens per "
-        f"prompt, k {found['k']}, {found['branches']} branches, {found['dtype']}; "
-        f"{_taken(found['machine'])}.\n"
+        f"\n```text\n{end_to_end.render(rows)}\n```\n\n`python -m bench end_to_end`, "
+        f"{its['tokens']} tokens per prompt, k {its['k']}, {its['branches']} branches, "
+        f"{its['dtype']}; {_taken(found['machine'])}.\n"
     )
 
 

@@ -123,22 +123,29 @@ def summarize(
     }
 
 
-def predict(sd: Mapping[str, Any], ssd: Mapping[str, Any], config: EngineConfig) -> float:
+def predict(
+    sd: Mapping[str, Any],
+    ssd: Mapping[str, Any],
+    config: EngineConfig,
+    batch: int = 1,
+    retry: int | None = None,
+) -> float:
     """SSD against SD by Theorem 7, from the times, tokens and hit rate measured in these runs.
 
-    `config` is that of SSD.
+    `config` is that of SSD; `retry` is what a missed row redrafts, if not what it says. In a batch
+    all rows wait where one redrafts.
     """
-    after = ssd["tokens_per_round_after"]
-    mean = ssd["tokens_per_round"]
+    retry = retry_length(config, batch) if retry is None else retry
+    tokens = ssd["tokens_per_round"]
     return ssd_vs_sd(
         verify_seconds=ssd["t_verify_ms"] / 1e3,
         draft_seconds=config.k * sd["t_draft_step_ms"] / 1e3,
         tree_round_seconds=ssd["t_look_ahead_ms"] / 1e3,
-        redraft_seconds=retry_length(config, 1) * ssd["t_redraft_step_ms"] / 1e3,
-        hit_rate=ssd["hit_rate"],
+        redraft_seconds=retry * ssd["t_redraft_step_ms"] / 1e3,
+        hit_rate=ssd["hit_rate"] ** batch if retry else 1.0,
         tokens_sd=sd["tokens_per_round"],
-        tokens_hit=after.get("hit", mean),
-        tokens_miss=after.get("miss", mean),
+        tokens_hit=tokens,
+        tokens_miss=tokens,
     )
 
 

@@ -104,8 +104,9 @@ def test_runs_are_shown_with_when_and_where(tmp_path) -> None:
         "4/4",
         "on",
     )
-    found = {"machine": machine, "rows": [dataclasses.asdict(cell)], "tokens": 48, "k": 2}
-    path.write_text(json.dumps(found | {"branches": 12, "dtype": "bfloat16"}))
+    found = {"machine": machine, "rows": [dataclasses.asdict(cell)]}
+    settings = {"tokens": 48, "k": 2, "branches": 12, "dtype": "bfloat16"}
+    path.write_text(json.dumps(found | {"settings": settings}))
     shown = readme.end_to_end_runs(path)
     assert "1.20 (1.10-1.30)" in shown and "48 tokens per prompt, k 2" in shown
 
