@@ -110,6 +110,7 @@ def compare(
         "batch": size,
         "sweep": {name: round(speeds[name], 2) for name in (*order, AUTO)},
         "final": {name: round(mean, 2) for name, mean in means.items()},
+        "rates": {name: [round(r, 2) for r in its["rates"]] for name, its in final.items()},
         "best": best,
         "auto_vs_best": round(math.exp(fmean(gains)), 4),
         "error": round(stdev(gains) / math.sqrt(len(gains)), 4) if len(gains) > 1 else None,

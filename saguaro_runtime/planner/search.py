@@ -29,6 +29,8 @@ class Deployment:
         verify_rows: (rows) of a target forward over so many tokens. Default: as fast as over few.
         ahead_seconds: (k, rows) of drafting ahead. Default: k + 1 forwards.
         abandons: a miss ends what is being drafted ahead, where the batch is 1.
+        tokens_fast: of a round that goes on after a miss; more than 1 where something is proposed.
+        hit_rate_fast: after such a round. Default: that of its single outcome row.
     """
 
     acceptance: float
@@ -42,6 +44,12 @@ class Deployment:
     verify_rows: Callable[[int], float] | None = None
     ahead_seconds: Callable[[int, int], float] | None = None
     abandons: bool = True
+    tokens_fast: float = 1.0
+    hit_rate_fast: Callable[[int], float] | None = None
+
+    def hit_rate_after_fast(self, branches: int) -> float:
+        """P(hit) after a round that went on."""
+        return self.hit_rate_fast(branches) if self.hit_rate_fast else 1.0 - self.miss(branches)
 
     def verify(self, k: int) -> float:
         """A verification of K drafts per request, in T_V."""
@@ -125,8 +133,8 @@ def evaluate(
     hit_time = max(verify, draft_round)
     tokens_hit = expected_tokens(deployment.acceptance, k)
     if redraft_tokens == 0:
-        p_fast = 1.0 - deployment.miss(branches)
-        rate = fast_rate(p, p_fast, tokens_hit, 1.0)
+        p_fast = deployment.hit_rate_after_fast(branches)
+        rate = fast_rate(p, p_fast, tokens_hit, deployment.tokens_fast)
         return rate / (hit_time + handoff), p, draft_round, fans
     redraft = redraft_tokens * deployment.step_seconds(batch) / unit
     tokens_miss = expected_tokens(deployment.acceptance, redraft_tokens)

@@ -70,6 +70,8 @@ class Estimates:
         self.hits: dict[tuple[int, int], Faded] = {}
         self.hits_after_undrafted = Faded()
         self.tokens: dict[str, Faded] = {}
+        self.fast = Faded()
+        """Tokens of rounds of rows that went on after a miss: with nothing, or with a proposal."""
 
     def observe_spans(self, spans: Iterable[Span]) -> None:
         """Take times of work on a known number of rows."""
@@ -86,10 +88,19 @@ class Estimates:
                 its.add(took)
 
     def observe_row(
-        self, source: Source, drafted: int, accepted: int, before: tuple[int, int, bool]
+        self,
+        source: Source,
+        drafted: int,
+        accepted: int,
+        before: tuple[int, int, bool],
+        went_on: bool,
     ) -> None:
         """Take a row's round; `before`: k and branches its outcome was prepared with, and whether
-        the round before had drafts."""
+        the round before had drafts. went_on: a missed row was not redrafted."""
+        if source == "miss" and went_on:
+            self.fast.add(accepted + 1.0)
+            if drafted:  # by nobody: it says nothing of the draft
+                drafted = accepted = 0
         for _ in range(accepted):
             self.kept.add(1.0)
         if accepted < drafted:
@@ -155,15 +166,22 @@ class Estimates:
         def ahead(k: int, rows: int) -> float:
             return k * (tree(rows) + sample(rows)) + step(batch) + (rest(rows) if rest else 0.0)
 
+        miss = self.miss_law()
+
+        def after_going_on(branches: int) -> float:
+            return min(1.0, self.hits_after_undrafted.mean(1.0 - miss(branches), weight=8.0))
+
         return Deployment(
             acceptance=self.acceptance,
-            miss=self.miss_law(),
+            miss=miss,
             verify_seconds=verify(batch),
             step_seconds=step,
             batch=batch,
             verify_rows=verify,
             ahead_seconds=ahead,
             abandons=False,
+            tokens_fast=self.fast.mean(1.0, weight=4.0),
+            hit_rate_fast=after_going_on,
         )
 
     def mean_tokens(self, sources: Sequence[str], otherwise: float) -> float:

@@ -10,7 +10,7 @@ from ..config import EngineConfig
 from ..metrics import Source, Span
 from ..round import Decision
 from .estimates import Estimates
-from .fallback import Choice, configured, decision_of
+from .fallback import Choice, configured, decision_of, retries
 from .search import MARGIN, Speeds, best_choice, cross, numbers_of
 
 _EVERY, _SOON, _SELDOM = 16, 4, 64
@@ -41,6 +41,8 @@ class Policy:
         self._due, self._every = _SOON, _EVERY
         self._probe, self._left_at = _PROBE, 0
         self._tokens, self._last_end, self._since = 0, 0.0, 0
+        self._redrafts = False
+        """Missed rows of this round were redrafted."""
 
     def decide(self, batch: int, temperatures: Sequence[float] = ()) -> Decision:
         """What the next round of `batch` rows does."""
@@ -58,6 +60,7 @@ class Policy:
         choice, self._since = self._choice, self._since + 1
         if self._adapts and self.config.policy == "auto" and self._round <= _EVERY:
             choice = self._varied(choice)
+        self._redrafts = choice.retry > 0
         return decision_of(self.config, choice, self._downweight(temperatures))
 
     def observe(self, spans: Sequence[Span]) -> None:
@@ -82,7 +85,7 @@ class Policy:
         """Take a row's round, see Estimates."""
         if self._adapts:
             self._tokens += accepted + 1
-            self.estimates.observe_row(source, drafted, accepted, before)
+            self.estimates.observe_row(source, drafted, accepted, before, not self._redrafts)
 
     def report(self) -> dict[str, Any]:
         """What is done now and why, the numbers behind it, and what changed before."""
@@ -127,11 +130,13 @@ class Policy:
             self._set(*cross(known, self.estimates, now))
 
     def _varied(self, choice: Choice) -> Choice:
-        """Shorter and narrower trees at first: what they take tells how times grow."""
+        """Shorter and narrower trees at first, and rows that go on after a miss: what they take
+        and give tells how times and tokens vary."""
         k, branches = choice.k, max(1, choice.branches // 4)
         if not self.config.reproducible and self._round // 2 % 2:
             k = max(1, k // 2)
-        retry = min(choice.retry, k) if choice.retry else 0
+        going_on = 0 in retries(self.config, k) and self._round // 4 % 2
+        retry = 0 if going_on else min(choice.retry, k)
         narrow = self._round % 2 == 1
         return choice._replace(k=k, branches=branches if narrow else choice.branches, retry=retry)
 

@@ -60,14 +60,14 @@ def numbers_of(
     batch = known.batch
     predicted = evaluate(known, k, branches, 0)
     seen = estimates.hits.get((k, branches))
-    after = estimates.hits_after_undrafted.mean(1.0 - known.miss(branches), weight=8.0)
     tokens = estimates.mean_tokens(("hit",), expected_tokens(known.acceptance, k))
     return {
         "batch": batch,
         "acceptance": known.acceptance,
         "hit_rate": seen.mean(predicted[1]) if seen else predicted[1],
-        "hit_rate_after_undrafted": min(1.0, after),
+        "hit_rate_after_undrafted": known.hit_rate_after_fast(branches),
         "tokens_hit": tokens,
+        "tokens_going_on": known.tokens_fast,
         "t_verify_ms": 1e3 * known.verify(k) * known.verify_seconds,
         "t_verify_one_ms": 1e3 * known.verify_seconds,
         "t_step_ms": 1e3 * known.step_seconds(batch),
@@ -88,6 +88,7 @@ def cross(
             length * known.step_seconds(batch) / (known.verify(now.k) * known.verify_seconds),
             numbers["tokens_hit"],
             p * numbers["tokens_hit"] + (1 - p) * expected_tokens(known.acceptance, length),
+            known.tokens_fast,
         )
         numbers[f"crossover_redraft_{length}"] = crossing
         # Within the margin what is in use stays.
