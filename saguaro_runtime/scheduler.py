@@ -41,7 +41,8 @@ class Scheduler:
         self._left: list[int] = []
         self._accepted: dict[int, int] = {}
         self._prepared: dict[int, tuple[int, int, bool]] = {}
-        """What the last round of a row prepared: k, branches, and whether it had drafts itself."""
+        """What the last round of a row prepared: k, branches, and whether the draft had drawn its
+        own chain."""
         self._free_rows = list(range(config.max_batch))
         self._free_slots = config.max_tokens
         self._uids = itertools.count(1)
@@ -171,7 +172,8 @@ class Scheduler:
                 counts.add_round(drafted[index], count, committed, source)
             self.policy.observe_row(source, drafted[index], count, self._prepared[row])
             decision = turn.decision
-            self._prepared[row] = decision.draft_len, decision.branches, drafted[index] > 0
+            by_draft = drafted[index] > 0 and (source != "miss" or decision.retry > 0)
+            self._prepared[row] = decision.draft_len, decision.branches, by_draft
             self._accepted[row] = count
             if request.finish_reason is not None:
                 self._leave(request)
