@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import torch
 
+from .transfer import CPU
+
 GREEDY, COOL, HOT, PROPOSED = range(4)
 """Kinds of chains: temperature 0, below and from 1/2 on, and drafts that nobody drew."""
 KINDS = 4
@@ -28,8 +30,8 @@ def kinds(temperature: torch.Tensor, one_hot: torch.Tensor) -> torch.Tensor:
 class AcceptanceModel:
     """Online logistic regression with weights of their own for each kind of chain."""
 
-    def __init__(self, draft_len: int, *, rate: float = 0.3) -> None:
-        self.weights = torch.zeros(KINDS, 3 + draft_len, dtype=torch.float64)
+    def __init__(self, draft_len: int, *, rate: float = 0.3, device: torch.device = CPU) -> None:
+        self.weights = torch.zeros(KINDS, 3 + draft_len, dtype=torch.float64, device=device)
         # The first guess: a token is kept about as often as the draft believes in it.
         self.weights[:, 0], self.weights[:, 1] = 1.0, 0.7
         self._squares = torch.full_like(self.weights, 1.0)
@@ -42,7 +44,9 @@ class AcceptanceModel:
         logq = torch.nn.functional.pad(logq.double().clamp(min=-12.0), missing)
         spread = torch.nn.functional.pad(entropy.double().clamp(min=0.0).log1p(), missing)
         row = torch.stack((torch.ones_like(logq), logq, spread), dim=-1)
-        position = torch.eye(positions, dtype=torch.float64).expand(len(logq), -1, -1)
+        position = torch.eye(positions, dtype=row.dtype, device=row.device).expand(
+            len(logq), -1, -1
+        )
         return torch.cat((row, position), dim=-1)
 
     def keep(self, features: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
@@ -55,7 +59,7 @@ class AcceptanceModel:
         """P(k) for k = 0..K: [B, K + 1] float32, 0 beyond num_draft."""
         keep = self.keep(features, kind)
         batch, width = keep.shape
-        index = torch.arange(width + 1)
+        index = torch.arange(width + 1, device=keep.device)
         reached = torch.cat((keep.new_ones(batch, 1), keep.cumprod(-1)), dim=-1)
         stops = torch.cat((1 - keep, keep.new_ones(batch, 1)), dim=-1)
         last = index == num_draft[:, None]
@@ -71,7 +75,7 @@ class AcceptanceModel:
         known: torch.Tensor,
     ) -> None:
         """Take a round's outcomes: accepted [B] of num_draft [B] drafts, where `known` [B]."""
-        index = torch.arange(features.shape[1])
+        index = torch.arange(features.shape[1], device=features.device)
         error = (index < accepted[:, None]).double() - self.keep(features, kind)
         seen = (index <= accepted[:, None]) & (index < num_draft[:, None]) & known[:, None]
         slope = ((error * seen)[..., None] * features).sum(1)
@@ -85,12 +89,12 @@ class OutcomeStatistics:
 
     THRESHOLDS = (1, 2, 4, 8)
 
-    def __init__(self, draft_len: int, *, keep: float = 0.98) -> None:
-        self.lengths = torch.full((KINDS, draft_len + 1), 0.5)
-        self.asked = torch.zeros(KINDS, len(self.THRESHOLDS))
-        self.missed = torch.zeros(KINDS, len(self.THRESHOLDS))
+    def __init__(self, draft_len: int, *, keep: float = 0.98, device: torch.device = CPU) -> None:
+        self.lengths = torch.full((KINDS, draft_len + 1), 0.5, device=device)
+        self.asked = torch.zeros(KINDS, len(self.THRESHOLDS), device=device)
+        self.missed = torch.zeros(KINDS, len(self.THRESHOLDS), device=device)
         self._keep = keep
-        self._thresholds = torch.tensor(self.THRESHOLDS)
+        self._thresholds = torch.tensor(self.THRESHOLDS, device=device)
 
     def learn(
         self,
@@ -103,8 +107,12 @@ class OutcomeStatistics:
         """Take outcomes: `rank` [B] of the extra token among the `fan` [B] candidates of its length
         (fan where it was none of them)."""
         width = self.lengths.shape[1]
-        one = torch.arange(width) == accepted[:, None]
-        seen = torch.zeros(KINDS).index_add_(0, kind, known.float()).clamp(max=1.0)[:, None]
+        one = torch.arange(width, device=accepted.device) == accepted[:, None]
+        seen = (
+            torch.zeros(KINDS, device=kind.device)
+            .index_add_(0, kind, known.float())
+            .clamp(max=1.0)[:, None]
+        )
         fade = 1 - (1 - self._keep) * seen
         asked = (fan[:, None] >= self._thresholds) & known[:, None]
         missed = asked & (rank[:, None] >= self._thresholds)

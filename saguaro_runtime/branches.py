@@ -9,20 +9,33 @@ from saguaro_kernels.cache import SpeculationCache
 
 from .drafting import Drafter
 from .expectations import Predictor
-from .round import ChainStore, Turn
+from .round import ChainStore, Turn, allocate_on
+from .transfer import Mailbox
 
 
 class Branches:
-    """Branches of all rows, at most `count` each, in buffers of fixed size."""
+    """Branches of all rows, at most `count` each, in buffers of fixed size.
+
+    They lie on the draft's device, and so do the turns, unless it says otherwise. Which outcomes
+    they answer is known to the host, where the cache is: on a GPU a copy goes there while the
+    branches are still being drafted.
+    """
 
     def __init__(self, drafter: Drafter, rows: int, count: int, allocation: str) -> None:
         self.drafter, self.count = drafter, count
         sizes = (drafter.draft_len, drafter.vocab_size, drafter.model.dtype)
         # The row behind a whole chain is made once the chain is in use.
-        self.store = ChainStore((rows, count), *sizes, logit_rows=drafter.draft_len)
-        self.predictor = Predictor(rows, drafter.draft_len, count, allocation)
+        device = drafter.device
+        self.store = ChainStore(
+            (rows, count), *sizes, allocate_on(device), logit_rows=drafter.draft_len
+        )
+        self.predictor = Predictor(rows, drafter.draft_len, count, allocation, device)
         self.cache = SpeculationCache(max(2 * rows * count, 2), max(rows * count, 1), "cpu")
-        self._base = torch.full((rows,), -1, dtype=torch.int64)
+        self._impl = drafter.impl if drafter.on_host else "reference"
+        self._outcomes = Mailbox(device)
+        self._unfiled: Turn | None = None
+        """The turn whose predicted outcomes are on their way."""
+        self._base = torch.full((rows,), -1, dtype=torch.int64, device=device)
         """The round whose outcomes a row's branches answer."""
         self._shape = (drafter.draft_len, count)
         self._generation = torch.zeros(1, dtype=torch.int64)
@@ -32,14 +45,18 @@ class Branches:
         self._base[row] = -1
 
     def lookup(self, turn: Turn) -> torch.Tensor:
-        """The branch that answers each row's outcome, PAD where none does: [B] int32."""
+        """The branch that answers each row's outcome, PAD where none does: [B] int32; all of it
+        on the host."""
+        if self._unfiled is not None:
+            self._file(self._unfiled, *self._outcomes.take())
+            self._unfiled = None
         found = self.cache.lookup(
             turn.uid,
             turn.number - 1,
             turn.base - turn.accepted - 1,
             turn.accepted,
             turn.last,
-            impl=self.drafter.impl,
+            impl=self._impl,
         )
         hit = found.hit & (turn.accepted >= 0)
         return torch.where(hit, found.slot % max(self.count, 1), PAD)
@@ -76,18 +93,22 @@ class Branches:
         rows = turn.rows
         same = self.predictor.depth[rows] == turn.accepted[:, None]
         same &= (self._base[rows] == turn.base - turn.accepted - 1)[:, None]
-        first = torch.where(same, torch.arange(self.count), self.count).amin(1)
+        first = torch.where(same, torch.arange(self.count, device=same.device), self.count).amin(1)
         chain = self.drafter.chain
         chain.take(rows, self.store, (rows, first.clamp(max=self.count - 1)))
         return torch.where(first < self.count, chain.num_draft[rows], 0)
 
-    def draft(self, turn: Turn) -> None:
-        """Draft ahead for the chains of the turn, step by step and without waiting for a value."""
+    def draft(self, turn: Turn, on_host: Turn) -> None:
+        """Draft ahead for the chains of the turn, step by step and without waiting for a value.
+        `on_host`: the same turn, there."""
         drafter, rows, decision = self.drafter, turn.rows, turn.decision
         draft_len, branches = decision.draft_len, decision.branches
         trunk_len = (turn.base - 1).to(torch.int32)
         with drafter.timeline.span("predict", len(rows)):
             depth, extra = self.predictor.predict(turn, drafter)
+        if not drafter.on_host:
+            self._outcomes.post(depth, extra)
+            self._unfiled = on_host
         each = rows.repeat_interleave(branches, output_size=depth.numel())
         bases = (turn.base[:, None] + depth + 1).flatten()
         tokens = extra.clamp(min=0)  # unused branches
@@ -104,7 +125,8 @@ class Branches:
         self.store.downweight[rows] = decision.downweight
         self._base[rows] = turn.base
         self._shape = (draft_len, branches)
-        self._file(turn, depth, extra)
+        if drafter.on_host:
+            self._file(turn, depth, extra)
 
     def _file(self, turn: Turn, depth: torch.Tensor, extra: torch.Tensor) -> None:
         """Enter the branches in the cache by the outcome they answer; slot = row * count + i."""
@@ -118,5 +140,5 @@ class Branches:
             depth.flatten(),
             extra.flatten(),
             slot.flatten().to(torch.int32),
-            impl=self.drafter.impl,
+            impl=self._impl,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +15,29 @@ from saguaro_kernels.cache import fit_cache_size
 from saguaro_kernels.errors import ConfigError, UnsupportedError
 
 from .config import EngineConfig
-from .lanes import InlineLane, Lane, ProcessLane
+from .lanes import InlineLane, Lane, ProcessLane, StreamLane, StreamTimeline
+from .metrics import Timeline
 from .models import Model, as_model
 from .ngram import NGRAM, NgramDrafter
 from .round import vocab_map_of
 from .speculator import Speculator
+from .transfer import CPU, Seat
 
 _PAGE = 64
 
 
 @dataclass
 class Built:
-    """A target ready to run. `source`: the transformers model behind it, or the Model itself."""
+    """A target ready to run. `source`: the transformers model behind it, or the Model itself;
+    `seat`: where it runs; `timeline`: of what it does there."""
 
     model: Model
     source: Any
     tokenizer: Any
     stop_ids: frozenset[int]
     max_length: int
+    seat: Seat = field(default_factory=lambda: Seat(CPU))
+    timeline: Timeline = field(default_factory=lambda: Timeline("target"))
 
 
 def build_target(target: Any, config: EngineConfig, tokenizer: Any = None) -> Built:
@@ -47,9 +52,17 @@ def build_target(target: Any, config: EngineConfig, tokenizer: Any = None) -> Bu
         target = load_model(path)
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(path)
     tokens = config.max_tokens + config.max_batch * _PAGE
-    _check_device("target", target)
+    lane = _lane_on(_device_of("target", target), config)
     model = as_model(target, rows=config.max_batch, tokens=tokens, impl=config.impl)
-    return Built(model, target, tokenizer, _stop_ids(target, tokenizer), model.max_length)
+    return Built(
+        model,
+        target,
+        tokenizer,
+        _stop_ids(target, tokenizer),
+        model.max_length,
+        Seat(model.device, own_stream=lane == "stream"),
+        timeline_on(model.device, "target"),
+    )
 
 
 def fit_memory(
@@ -101,8 +114,14 @@ def build_lane(draft: Any, target: Built, config: EngineConfig) -> Lane | None:
     if draft is None:
         raise ConfigError(f"draft: got None, want a model for method={config.method!r}, or 'ar'")
     if isinstance(draft, str) and draft == NGRAM:
-        drafter = NgramDrafter(rows=config.max_batch, draft_len=config.draft_len, impl=config.impl)
-        return InlineLane(drafter)
+        return InlineLane(
+            NgramDrafter(
+                rows=config.max_batch,
+                draft_len=config.draft_len,
+                impl=config.impl,
+                device=target.model.device,
+            )
+        )
     if isinstance(draft, str | Path):
         from .models.gguf_folder import folder_of
         from .models.transformers import check_same_tokenizer, load_draft
@@ -110,7 +129,9 @@ def build_lane(draft: Any, target: Built, config: EngineConfig) -> Lane | None:
         path = folder_of(str(draft))
         check_same_tokenizer(path, target.tokenizer)
         draft = load_draft(path, target.source)
-    _check_device("draft", draft)
+    device = _device_of("draft", draft)
+    lane_name = _lane_on(target.model.device, config)
+    _check_pair(device, target.model.device, lane_name)
     draft_vocab, ids = _vocabulary(draft)
     if ids is not None and int(ids[-1]) >= target.model.vocab_size:
         raise ConfigError(
@@ -127,9 +148,15 @@ def build_lane(draft: Any, target: Built, config: EngineConfig) -> Lane | None:
     scratch = (config.draft_len + 1) * (config.fan_out + 1)
     tokens = config.max_tokens + config.max_batch * (_PAGE + scratch)
     rows = config.max_batch
-    if choose_lane(config) == "inline":
+    if lane_name != "process":
         model = as_model(draft, rows=rows, tokens=tokens, impl=config.impl)
-        return InlineLane(Speculator(model, rows=rows, **options))
+        options["timeline"] = timeline_on(device, "draft")
+        if lane_name == "inline":
+            return InlineLane(Speculator(model, rows=rows, **options))
+        seat = Seat(device, own_stream=True)
+        with seat.working():
+            speculator = Speculator(model, rows=rows, **options)
+        return StreamLane(speculator, seat, target.seat)
     lane = ProcessLane(
         draft,
         vocab_size=min(draft_vocab, target.model.vocab_size),
@@ -148,7 +175,7 @@ def build_lane(draft: Any, target: Built, config: EngineConfig) -> Lane | None:
 
 
 def choose_lane(config: EngineConfig) -> str:
-    """The lane a draft runs on; "auto" is a process where there is a core for it."""
+    """The lane of a draft on the CPU; "auto" is a process where there is a core for it."""
     if config.lane != "auto":
         return config.lane
     return "process" if (os.cpu_count() or 1) > 1 else "inline"
@@ -171,12 +198,37 @@ def share_cores(config: EngineConfig, lane: Lane | None) -> Callable[[], None]:
     return restore
 
 
-def _check_device(name: str, model: Any) -> None:
-    if torch.device(model.device).type != "cpu":
+def timeline_on(device: torch.device, lane: str) -> Timeline:
+    """A timeline by the clock of the device."""
+    return Timeline(lane) if device.type == "cpu" else StreamTimeline(lane, device)
+
+
+def _lane_on(device: torch.device, config: EngineConfig) -> str:
+    """The lane for a target on `device`."""
+    if device.type == "cpu":
+        return choose_lane(config)
+    return "stream" if config.lane == "auto" else config.lane
+
+
+def _device_of(name: str, model: Any) -> torch.device:
+    device = torch.device(model.device)
+    if device.type not in ("cpu", "cuda"):
         raise UnsupportedError(
-            f"{name}: lies on {model.device}; the runtime runs models on the CPU, so move it "
-            "with .to('cpu'). The ops of saguaro_kernels run on CUDA"
+            f"{name}: lies on {device}; the runtime runs models on the CPU or on CUDA GPUs, so "
+            "move it with .to('cpu') or .to('cuda')"
         )
+    return device
+
+
+def _check_pair(draft: torch.device, target: torch.device, lane: str) -> None:
+    where = f"draft on {draft}, target on {target}"
+    if draft.type != target.type:
+        raise ConfigError(f"{where}: want both on the CPU, or both on GPUs; move one with .to()")
+    wanted = ("process", "inline") if draft.type == "cpu" else ("stream", "inline")
+    if lane not in wanted:
+        raise ConfigError(f"lane: got {lane!r} with the {where}, want one of {wanted}")
+    if lane == "inline" and draft != target:
+        raise ConfigError(f"lane: got 'inline' with the {where}, want 'stream' for two devices")
 
 
 def _vocabulary(draft: Any) -> tuple[int, torch.Tensor | None]:

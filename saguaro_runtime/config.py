@@ -35,7 +35,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "fallback": ("auto", *(choice.value for choice in Fallback)),
     "proposal": ("ngram", "replay", "none"),
     "policy": ("adaptive", "auto", "batch_size", "fixed"),
-    "lane": ("auto", "inline", "process"),
+    "lane": ("auto", "inline", "process", "stream"),
     "impl": ("auto", "triton", "reference"),
 }
 
@@ -66,7 +66,9 @@ class EngineConfig:
             or "none".
         reproducible: k is fixed and a missed row is redrafted with all of it, so a seed's text is
             the same alone and in a batch, on any lane, and under "sd" and "ssd".
-        lane: where the draft runs; "process" is a second process, "inline" this one, in turn.
+        lane: where the draft runs; "inline": here, in turn with the target; "process": a second
+            process (models on the CPU); "stream": a CUDA stream of its own beside the target's, on
+            one GPU or on two. "auto" is "stream" for models on a GPU.
         max_batch: most requests decoded at once.
         max_tokens: key-value slots of all requests together, prompts included.
         memory_limit: bytes for the logits of all branches, None for no limit. Where they do not

@@ -1,4 +1,8 @@
-"""Chains drafted one token after another, and the keys a draft model holds of each row."""
+"""Chains drafted one token after another, and the keys a draft model holds of each row.
+
+Turns come with their tensors on the model's device, unless it says otherwise. On a GPU nothing here
+reads a value back, except where keys of undrafted rounds are made up for.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from .history import History
 from .metrics import Timeline
 from .models.protocol import Model
 from .round import Admission, Allocate, ChainStore, Decision, RowTable, Turn, vocab_map_of
+from .transfer import send
 
 
 class Drafter:
@@ -39,16 +44,21 @@ class Drafter:
     ) -> None:
         self.model, self.draft_len, self.vocab_size = model, draft_len, vocab_size
         self.stream, self.impl, self.timeline = stream, impl, timeline
-        self.table = RowTable(rows)
-        self.history = History(rows, draft_len)
+        self.device = model.device
+        self.on_host = self.device.type == "cpu"
+        """Values can be read without waiting for queued work."""
+        self.table = RowTable(rows, self.device)
+        self.history = History(rows, draft_len, self.device)
         self.chain = ChainStore((rows,), draft_len, vocab_size, model.dtype, allocate)
         self.ids: torch.Tensor | None = getattr(model, "vocab_ids", None)
         if self.ids is not None:
             self.chain.vocab_map = vocab_map_of(self.ids, target_vocab)
         # A draft with a part of the target's ids still reads all of them.
         self.last_id = (model.vocab_size if self.ids is None else target_vocab) - 1
-        self.fed = torch.zeros(rows, dtype=torch.int64)
+        self.fed = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self.behind = False
+        self._taken: dict[int, int] = {}
+        """Tokens whose keys each row had when its text was taken in last."""
         self._held: set[int] = set()
 
     def admit(self, new: Admission, scratch_slots: int) -> None:
@@ -58,13 +68,15 @@ class Drafter:
             self.table.set(row, new.params)
             self.model.allocate(row, new.slots + scratch_slots)
             self._held.add(row)
-            self.fed[row] = 0
-        # Keys behind the text as it was are of drafts whose fate is not known.
-        fed = min(int(self.fed[row]), int(self.history.length[row]))
+            self.fed[row] = self._taken[row] = 0
+        fed = self._taken[row]
+        if self.on_host:
+            # Keys behind the text as it was are of drafts whose fate is not known.
+            fed = min(int(self.fed[row]), int(self.history.length[row]))
         self.history.admit(row, text, new.slots + self.draft_len + 1)
         self.chain.num_draft[row] = 0
         self._feed_text(row, fed, len(text) - 1, "prefill")
-        self.fed[row] = len(text) - 1
+        self.fed[row] = self._taken[row] = len(text) - 1
 
     def release(self, rows: list[int]) -> None:
         for row in self._held.intersection(rows):
@@ -79,25 +91,28 @@ class Drafter:
         self.fed[turn.rows] = torch.minimum(self.fed[turn.rows], turn.base - 1)
 
     def redraft(self, turn: Turn, length: torch.Tensor) -> None:
-        """Draft chains token by token; rows leave as their length [B] is reached."""
-        rows, most = turn.rows, int(length.max()) if len(length) else 0
+        """Draft chains token by token; rows leave as their length [B] is reached. Turn and lengths
+        are the host's."""
+        most = int(length.max()) if len(length) else 0
         if most:
             self.catch_up(turn)
-        self.chain.num_draft[rows] = length.to(torch.int32)
+        there = turn.on(self.device)
+        rows, tokens = there.rows, there.last
+        self.chain.num_draft[rows] = send(self.device, length.to(torch.int32))[0]
         self.chain.one_hot[rows] = False
         self.chain.downweight[rows] = turn.decision.downweight
-        tokens = turn.last
         for step in range(most):
-            going = length > step
-            its, base = rows[going], turn.base[going]
+            going = (length > step).nonzero()[:, 0]
+            where, its, base = send(self.device, going, turn.rows[going], turn.base[going])
             with self.timeline.span("draft_step", len(its)):
-                logits = self.feed(its, tokens[going, None], base - 1 + step)[:, 0]
+                logits = self.feed(its, tokens[where, None], base - 1 + step)[:, 0]
                 sample = self.sample(logits, its, base, step, turn.decision)
             self.chain.put((its,), step, sample)
             self.chain.logits[its, step] = logits
-            tokens = tokens.index_copy(0, going.nonzero()[:, 0], sample.tokens)
-        self.history.add_chain(rows, turn.base, self.chain)
-        self.fed[rows] = torch.maximum(self.fed[rows], turn.base - 1 + length)
+            tokens = tokens.index_copy(0, where, sample.tokens)
+        self.history.add_chain(rows, there.base, self.chain)
+        fed = there.base - 1 + self.chain.num_draft[rows]
+        self.fed[rows] = torch.maximum(self.fed[rows], fed)
 
     def propose(self, turn: Turn, count: torch.Tensor) -> None:
         """Make the first `count` [B] tokens of the chains a proposal that nobody drew."""
@@ -125,28 +140,35 @@ class Drafter:
 
     def feed_chains(self, turn: Turn) -> None:
         """Feed what is left of chains that nobody drew, for their keys and the row behind each
-        token."""
-        self.catch_up(turn)
-        end = turn.base + self.chain.num_draft[turn.rows]
-        fresh = self.fed[turn.rows] < end
-        rows, base, end = turn.rows[fresh], turn.base[fresh], end[fresh]
-        if not len(rows):
-            return
+        token; `catch_up` has been called."""
+        rows, base = turn.rows, turn.base
+        end = base + self.chain.num_draft[rows]
+        if self.on_host:
+            fresh = self.fed[rows] < end
+            rows, base, end = rows[fresh], base[fresh], end[fresh]
+            if not len(rows):
+                return
+            width = int((end - self.fed[rows]).max())
+        else:
+            # All rows and as much as any can lack; what stands behind their ends counts for nothing
+            width = self.draft_len + 1
         start = self.fed[rows]
-        width = int((end - start).max())
         with self.timeline.span("feed_chain"):
             logits = self.feed(rows, self.history.columns(rows, start, width), start)
         for column in range(width):
             at = start + column
-            used = at < end
-            self.chain.logits[rows[used], (at - base + 1)[used]] = logits[used, column]
+            behind = (at - base + 1).clamp(max=self.draft_len)
+            old = self.chain.logits[rows, behind]
+            used = (at < end)[:, None]
+            self.chain.logits[rows, behind] = torch.where(used, logits[:, column], old)
         self.fed[rows] = end
 
     def catch_up(self, turn: Turn) -> None:
-        """Feed the text of rows whose keys were left behind in rounds that drafted nothing."""
+        """Feed the text of rows whose keys were left behind in rounds that drafted nothing. The
+        turn is the host's; what the rows lack is read, so on a GPU this waits."""
         if not self.behind:
             return
-        fed = self.fed[turn.rows].tolist()
+        fed = self.fed[send(self.device, turn.rows)[0]].tolist()
         for row, first, base in zip(turn.rows.tolist(), fed, turn.base.tolist(), strict=True):
             self._feed_text(row, first, base - 1, "catch_up")
             self.fed[row] = max(first, base - 1)
@@ -182,7 +204,9 @@ class Drafter:
             stream=self.stream,
             scheme="downweight" if scaled else "plain",
             scale_f=decision.scale_f if scaled else 0,
-            downweight=torch.full(rows.shape, decision.downweight) if scaled else None,
+            downweight=torch.full(rows.shape, decision.downweight, device=rows.device)
+            if scaled
+            else None,
             ids=self.ids,
             impl=self.impl,
         )

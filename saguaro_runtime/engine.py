@@ -23,12 +23,13 @@ from saguaro_kernels.errors import ConfigError
 from .background import Background
 from .build import build_lane, build_target, fit_memory, settle_method, share_cores
 from .config import EngineConfig
-from .metrics import Span, Timeline
+from .metrics import Span
 from .metrics.stats import Stats
 from .params import SamplingParams
 from .requests import Output, Prompt, Request
-from .round import ChainStore
+from .round import ChainStore, allocate_on
 from .scheduler import Scheduler
+from .transfer import send
 from .verifier import Verifier
 
 _GREEDY = SamplingParams()
@@ -69,14 +70,16 @@ class Engine:
         self.model, self.tokenizer = built.model, built.tokenizer
         self.lane = build_lane(draft, built, config)
         self._restore_threads = share_cores(config, self.lane)
-        self.timeline = Timeline("target")
+        self.timeline = built.timeline
         self.verifier = Verifier(
             self.model, rule=config.rule, impl=config.impl, timeline=self.timeline
         )
         self.scheduler = Scheduler(config, built)
         self._stats = Stats(self.scheduler, self.lane, self.timeline)
         self._stats.memory = memory
-        self._undrafted = ChainStore((config.max_batch,), 0, 1, torch.float32)
+        self._seat = built.seat
+        on_device = allocate_on(self.model.device)
+        self._undrafted = ChainStore((config.max_batch,), 0, 1, torch.float32, on_device)
         self._held: set[int] = set()
         self._cancelled: deque[Request] = deque()
         self._lock = threading.Lock()
@@ -94,7 +97,7 @@ class Engine:
     def step(self) -> list[Request]:
         """One round of all running requests; returns those it finished."""
         try:
-            with self._lock, torch.no_grad():
+            with self._lock, torch.no_grad(), self._seat.working():
                 start = time.monotonic()
                 finished = self._round()
                 self._stats.busy_s += time.monotonic() - start
@@ -112,11 +115,13 @@ class Engine:
         if reply and not bool(reply.ready.all()):
             turn, hit = turn.select(reply.ready), reply.hit[reply.ready]
         store = self.lane.chain if self.lane and reply else self._undrafted
-        sampling, keys = self.scheduler.sampling(turn), self.scheduler.keys(turn)
-        draft = store.draft(turn.rows, sampling)
+        there = turn.on(self.model.device)
+        sampling, keys = self.scheduler.sampling(there), self.scheduler.keys(there)
+        draft = store.draft(there.rows, sampling, turn.decision.draft_len)
         start, requests = time.monotonic(), self.scheduler.requests(turn)
-        judgement = self.verifier.verify(turn, draft, sampling, keys, requests)
-        finished = self.scheduler.commit(turn, draft, judgement, hit)
+        meanwhile = self.lane.meanwhile if self.lane else lambda: None
+        judgement = self.verifier.verify(there, draft, sampling, keys, requests, meanwhile)
+        finished = self.scheduler.commit(turn, judgement, hit)
         self.timeline.rounds(((its.row, its.rounds[-1].source) for its in requests), start)
         self.scheduler.policy.observe(self._stats.collect(wait=False))
         self._release()
@@ -257,7 +262,8 @@ class Engine:
                     self.lane.admit([new])
                 if len(new.prompt) - 1 > start:
                     with self.timeline.span("prefill"):
-                        self.model.prefill(new.row, torch.tensor(new.prompt[start:-1]), start)
+                        piece = send(self.model.device, torch.tensor(new.prompt[start:-1]))[0]
+                        self.model.prefill(new.row, piece, start)
             except BaseException as error:
                 # Its keys are incomplete: what comes after them would be decoded from nothing.
                 self.scheduler.fail([new.row], f"{type(error).__name__}: {error}")

@@ -14,6 +14,7 @@ from saguaro_kernels.outcomes import allocate_fan_out, predict_outcomes
 from .acceptance import AcceptanceModel, OutcomeStatistics, kinds
 from .drafting import Drafter
 from .round import ChainStore, Turn
+from .transfer import CPU
 
 
 class Predictor:
@@ -22,14 +23,17 @@ class Predictor:
     depth: [rows, count] int32, accepted lengths of the outcomes predicted last, PAD where unused.
     """
 
-    def __init__(self, rows: int, draft_len: int, count: int, allocation: str) -> None:
+    def __init__(
+        self, rows: int, draft_len: int, count: int, allocation: str, device: torch.device = CPU
+    ) -> None:
         self.allocation = allocation
-        self.depth = torch.full((rows, count), PAD, dtype=torch.int32)
-        self.acceptance = AcceptanceModel(draft_len)
-        self.statistics = OutcomeStatistics(draft_len)
-        self._features = self.acceptance.features(*torch.zeros(2, rows, draft_len))
-        self._kind = torch.zeros(rows, dtype=torch.int64)
-        self._known = torch.zeros(rows, dtype=torch.bool)
+        self.depth = torch.full((rows, count), PAD, dtype=torch.int32, device=device)
+        self.acceptance = AcceptanceModel(draft_len, device=device)
+        self.statistics = OutcomeStatistics(draft_len, device=device)
+        zeros = torch.zeros(2, rows, draft_len, device=device)
+        self._features = self.acceptance.features(*zeros)
+        self._kind = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._known = torch.zeros(rows, dtype=torch.bool, device=device)
 
     def predict(self, turn: Turn, drafter: Drafter) -> tuple[torch.Tensor, torch.Tensor]:
         """The outcomes to prepare for the drafter's chains: accepted length and extra token,
@@ -77,7 +81,7 @@ class Predictor:
         if self.allocation == "best":
             self.acceptance.learn(self._features[rows], kind, num_draft, turn.accepted, known)
         same = self.depth[rows] == turn.accepted[:, None]
-        before = same & (torch.arange(same.shape[1]) < branch[:, None])
+        before = same & (torch.arange(same.shape[1], device=same.device) < branch[:, None])
         rank = torch.where(branch >= 0, before.sum(1), same.sum(1))
         self.statistics.learn(kind, turn.accepted, rank, same.sum(1), known & (num_draft > 0))
 

@@ -8,23 +8,24 @@ from saguaro_kernels._launch import Impl
 from saguaro_kernels.ngram import ngram_propose
 
 from .round import ChainStore, Turn
+from .transfer import CPU, send
 
 
 class History:
     """Tokens of all rows by position; behind the text stand the drafts of the chain in use."""
 
-    def __init__(self, rows: int, draft_len: int) -> None:
-        self.tokens = torch.zeros(rows, 64, dtype=torch.int64)
-        self.length = torch.zeros(rows, dtype=torch.int64)
+    def __init__(self, rows: int, draft_len: int, device: torch.device = CPU) -> None:
+        self.tokens = torch.zeros(rows, 64, dtype=torch.int64, device=device)
+        self.length = torch.zeros(rows, dtype=torch.int64, device=device)
         """[rows] int64: committed tokens."""
-        self._steps = torch.arange(draft_len + 1)
+        self._steps = torch.arange(draft_len + 1, device=device)
 
     def admit(self, row: int, prompt: list[int], slots: int) -> None:
         """Start a row with its prompt; it may grow to `slots` tokens."""
         width = self.tokens.shape[1]
         if slots > width:
             self.tokens = torch.nn.functional.pad(self.tokens, (0, max(slots, 2 * width) - width))
-        self.tokens[row, : len(prompt)] = torch.tensor(prompt)
+        self.tokens[row, : len(prompt)] = send(self.tokens.device, torch.tensor(prompt))[0]
         self.length[row] = len(prompt)
 
     def commit(self, turn: Turn, chain: ChainStore) -> None:
@@ -58,5 +59,5 @@ class History:
 
     def columns(self, rows: torch.Tensor, start: torch.Tensor, count: int) -> torch.Tensor:
         """[B, count] tokens at positions start [B] + 0..count-1."""
-        where = start[:, None] + torch.arange(count)
+        where = start[:, None] + torch.arange(count, device=start.device)
         return self.tokens[rows[:, None], where.clamp(max=self.tokens.shape[1] - 1)]

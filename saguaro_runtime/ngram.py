@@ -14,7 +14,8 @@ from saguaro_kernels._launch import Impl
 
 from .history import History
 from .metrics import Timeline
-from .round import Admission, ChainStore, Reply, Turn
+from .round import Admission, ChainStore, Reply, Turn, allocate_on
+from .transfer import CPU
 
 NGRAM = "ngram"
 """Instead of a draft; a folder of that name is ./ngram."""
@@ -23,11 +24,15 @@ NGRAM = "ngram"
 class NgramDrafter:
     """Chains of all rows out of their own texts. It does what a Speculator does for a lane."""
 
-    def __init__(self, *, rows: int, draft_len: int, impl: Impl = "auto") -> None:
+    def __init__(
+        self, *, rows: int, draft_len: int, impl: Impl = "auto", device: torch.device = CPU
+    ) -> None:
+        """`device`: the target's, where the texts and the chains lie."""
         self.draft_len, self.impl = draft_len, impl
         self.timeline = Timeline("draft")
-        self.history = History(rows, draft_len)
-        self.chain = ChainStore((rows,), draft_len, 1, torch.float32)
+        self.device = device
+        self.history = History(rows, draft_len, device)
+        self.chain = ChainStore((rows,), draft_len, 1, torch.float32, allocate_on(device))
         self.chain.one_hot.fill_(True)
         self.chain.downweight.fill_(1.0)
 
@@ -41,13 +46,14 @@ class NgramDrafter:
 
     def next_chain(self, turn: Turn) -> Reply:
         """Propose each row's next chain; none where its last tokens are new."""
+        prepared = torch.zeros(len(turn.rows), dtype=torch.bool)
+        turn = turn.on(self.device)
         rows, chain = turn.rows, self.chain
         with self.timeline.span("draft_step"):
             self.history.commit(turn, chain)
             tokens, count = self.history.propose(rows, turn.base, self.draft_len, impl=self.impl)
             chain.tokens[rows] = tokens.clamp(min=0)
             chain.num_draft[rows] = torch.minimum(count, turn.budget)
-        prepared = torch.zeros(len(rows), dtype=torch.bool)
         return Reply(prepared, ~prepared)
 
     def look_ahead(self, *, late: bool = False) -> None:

@@ -38,6 +38,13 @@ class LogitsEditor:
             self._forbidden = torch.ones(vocab, dtype=torch.bool)
             self._forbidden[list(params.allowed_token_ids)] = False
 
+    def _follow(self, device: torch.device) -> None:
+        """Keep what rows are masked with on their device."""
+        if self._stop_ids.device != device:
+            self._stop_ids = self._stop_ids.to(device)
+            if self._forbidden is not None:
+                self._forbidden = self._forbidden.to(device)
+
     def changes(self, length: int) -> bool:
         """Whether a row after `length` new tokens is changed at all."""
         params = self.params
@@ -53,12 +60,15 @@ class LogitsEditor:
     def edit(self, row: torch.Tensor, new: Sequence[int]) -> torch.Tensor:
         """The row [V] float32 that follows `new`; may write to the one given."""
         params = self.params
+        self._follow(row.device)
         if params.repetition_penalty != 1:
-            seen = torch.tensor([*self.prompt, *new]).unique()
+            seen = torch.tensor([*self.prompt, *new]).unique().to(row.device)
             logits, penalty = row[seen], params.repetition_penalty
             row[seen] = torch.where(logits > 0, logits / penalty, logits * penalty)
         if new and (params.frequency_penalty or params.presence_penalty):
-            ids, counts = torch.tensor(new).unique(return_counts=True)
+            ids, counts = (
+                its.to(row.device) for its in torch.tensor(new).unique(return_counts=True)
+            )
             row[ids] -= params.frequency_penalty * counts + params.presence_penalty
         if params.logits_processor is not None:
             shape = row.shape

@@ -13,6 +13,7 @@ from saguaro_kernels import PAD, Keys, Sampling
 from saguaro_kernels.verification import Draft
 
 from .params import SamplingParams
+from .transfer import send
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,14 @@ class Turn:
         """What is not plain Python, in the order of the fields."""
         return [getattr(self, field.name) for field in dataclasses.fields(self)[2:]]
 
+    def on(self, device: torch.device) -> Turn:
+        """The turn with its tensors on `device`."""
+        if device.type == "cpu":
+            return self
+        return Turn(self.number, self.decision, *send(device, *self.tensors()))
+
     def select(self, mask: torch.Tensor) -> Turn:
-        """The turn of the rows where `mask` [B] is true."""
+        """The turn of the rows where `mask` [B] is true; both on the host."""
         return Turn(self.number, self.decision, *(tensor[mask] for tensor in self.tensors()))
 
 
@@ -112,6 +119,7 @@ class RowTable:
         self.top_p = torch.ones(rows, device=device)
         self.min_p = torch.zeros(rows, device=device)
         self._filters: dict[int, tuple[bool, bool, bool]] = {}
+        self._greedy: set[int] = set()
 
     def set(self, row: int, params: SamplingParams) -> None:
         self.seed[row] = params.seed
@@ -121,10 +129,15 @@ class RowTable:
         self.min_p[row] = params.min_p or 0.0
         filters = params.top_k is not None, params.top_p not in (None, 1.0), bool(params.min_p)
         self._filters[row] = filters
+        (self._greedy.discard if params.temperature else self._greedy.add)(row)
 
     def clear(self, row: int) -> None:
         """The row's request has ended."""
         self._filters.pop(row, None)
+
+    def draws(self, rows: list[int]) -> bool:
+        """Whether any of `rows` samples."""
+        return not self._greedy.issuperset(rows)
 
     def sampling(self, rows: torch.Tensor) -> Sampling:
         """Sampling of `rows`; a filter that no request uses is None, which is the cheaper path."""
@@ -139,8 +152,8 @@ class RowTable:
 
 def vocab_map_of(ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """The column of each of the target's ids, -1 where there is none: [vocab_size] int32."""
-    columns = torch.full((vocab_size,), -1, dtype=torch.int32)
-    columns[ids] = torch.arange(len(ids), dtype=torch.int32)
+    columns = torch.full((vocab_size,), -1, dtype=torch.int32, device=ids.device)
+    columns[ids] = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
     return columns
 
 
@@ -149,6 +162,11 @@ Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 def allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
+
+
+def allocate_on(device: torch.device) -> Allocate:
+    """Zeros on `device`."""
+    return lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=device)
 
 
 class ChainStore:
@@ -212,24 +230,28 @@ class ChainStore:
         vocab = self.logits.shape[-1] if self.vocab_map is None else len(self.vocab_map)
         return lengths and bool(((tokens >= 0) & (tokens < vocab))[used].all())
 
-    def draft(self, rows: torch.Tensor, sampling: Sampling) -> Draft:
-        """The chains of `rows` as `verify` takes them, as wide as the longest.
+    def draft(self, rows: torch.Tensor, sampling: Sampling, most: int) -> Draft:
+        """The chains of `rows` as `verify` takes them; rows of the vocabulary's size stay where
+        they are.
 
-        Rows of the vocabulary's size stay where they are.
+        On a CPU as wide as the longest. On a GPU as wide as any may be, `most`, and with all that
+        any may need: what they do need cannot be read without waiting.
         """
         num_draft = self.num_draft[rows]
-        width = int(num_draft.max())
+        known = rows.device.type == "cpu"
+        width = int(num_draft.max()) if known else min(most, self.tokens.shape[-1])
         step = torch.arange(width, device=rows.device)
         one_hot = (sampling.temperature == 0) | self.one_hot[rows]
         downweight = self.downweight[rows]
-        drawn = not bool(one_hot.all())
+        drawn = not (known and bool(one_hot.all()))
+        scaled = not known or bool((downweight != 1).any())
         return Draft(
             tokens=self.tokens[rows, :width].masked_fill(step >= num_draft[:, None], PAD),
             num_draft=num_draft,
             logits=self.logits.flatten(0, 1) if drawn else None,
             row_index=rows[:, None] * self.logits.shape[1] + step if drawn else None,
             one_hot=one_hot,
-            downweight=downweight if bool((downweight != 1).any()) else None,
+            downweight=downweight if scaled else None,
             sampling=sampling,
             vocab_map=self.vocab_map,
             **{

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from saguaro_kernels import Keys, Sampling, Status
-from saguaro_kernels.verification import Draft
 
 from .build import Built
 from .config import EngineConfig
@@ -33,7 +32,7 @@ class Scheduler:
         self.config, self.built = config, built
         self.policy = Policy(config)
         self.counts, self.served = Counts(), Served()
-        self._table = RowTable(config.max_batch)
+        self._table = RowTable(config.max_batch, built.model.device)
         self._waiting: deque[Request] = deque()
         self._running: dict[int, Request] = {}
         self._filled: dict[int, int] = {}
@@ -141,18 +140,17 @@ class Scheduler:
         }
 
     def sampling(self, turn: Turn) -> Sampling:
+        """How the turn's rows are sampled; the turn, here and for keys, on the target's device."""
         return self._table.sampling(turn.rows)
 
     def keys(self, turn: Turn) -> Keys:
         return self._table.keys(turn.rows, turn.base)
 
-    def commit(
-        self, turn: Turn, draft: Draft, judgement: Judgement, hit: torch.Tensor | None
-    ) -> list[Request]:
+    def commit(self, turn: Turn, judgement: Judgement, hit: torch.Tensor | None) -> list[Request]:
         """Give each row its tokens; returns the requests that ended."""
         finished = []
-        verdict, logprobs, errors = judgement
-        drafted, accepted = draft.num_draft.tolist(), verdict.num_accepted.tolist()
+        verdict, num_draft, logprobs, errors = judgement
+        drafted, accepted = num_draft.tolist(), verdict.num_accepted.tolist()
         tokens, status = verdict.tokens.tolist(), verdict.status.tolist()
         for index, row in enumerate(turn.rows.tolist()):
             request, count = self._running[row], accepted[index]

@@ -7,6 +7,8 @@
 With branches = 0 this is the drafter of standard speculative decoding. Only draft probabilities
 and the noise the verifier itself will use decide what is prepared; nothing here can change what is
 accepted.
+
+Turns, hits and misses are the host's; what they make the draft do is queued on its device.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from .config import Rule
 from .drafting import Drafter
 from .metrics import Timeline
 from .models.protocol import Model
-from .round import Admission, Allocate, Reply, Turn, allocate_zeros
+from .round import Admission, Allocate, Reply, Turn, allocate_on
+from .transfer import send
 
 
 class Speculator:
@@ -40,11 +43,11 @@ class Speculator:
         allocation: str = "uniform",
         target_vocab: int | None = None,
         impl: Impl = "auto",
-        allocate: Allocate = allocate_zeros,
+        allocate: Allocate | None = None,
         timeline: Timeline | None = None,
     ) -> None:
         """`draft_len`, `branches`: the most that any round may ask for."""
-        self.model, self.coupled = model, rule == "coupled"
+        self.model, self.coupled, self.device = model, rule == "coupled", model.device
         self.timeline = timeline or Timeline("draft")
         self.drafter = Drafter(
             model,
@@ -55,7 +58,7 @@ class Speculator:
             target_vocab=target_vocab or model.vocab_size,
             stream=Stream.COUPLED if self.coupled else Stream.DRAFT,
             impl=impl,
-            allocate=allocate,
+            allocate=allocate or allocate_on(model.device),
             timeline=self.timeline,
         )
         self.chain = self.drafter.chain
@@ -63,6 +66,8 @@ class Speculator:
         self._waited = torch.full((rows,), -1, dtype=torch.int64)
         """The base for which a row was redrafted while it sat out."""
         self._awake: Turn | None = None
+        self._there: Turn | None = None
+        """The turn of `_awake` on the draft's device."""
         self._asleep: Turn | None = None
         self._unfed = False
         """Some chain is a proposal that the draft has not read."""
@@ -87,18 +92,21 @@ class Speculator:
         if self.coupled:
             decision = turn.decision._replace(ranking="coupled")
             turn = dataclasses.replace(turn, decision=decision)
-        self.drafter.commit(turn)
         branch = self.branches.lookup(turn)
+        there = turn.on(self.device)
+        (branch_there,) = send(self.device, branch)
+        self.drafter.commit(there)
         waited = self._waited[turn.rows] == turn.base
         hit = (branch >= 0) & ~waited
-        self.branches.learn(turn, branch)
+        self.branches.learn(there, branch_there)
         ready, everybody = torch.ones_like(hit), bool(hit.all())
         self._unfed = False
         if everybody:
-            self.branches.promote(turn, branch)
+            self.branches.promote(there, branch_there)
         else:
             if bool(hit.any()):
-                self.branches.promote(turn.select(hit), branch[hit])
+                its = turn.select(hit).on(self.device)
+                self.branches.promote(its, *send(self.device, branch[hit]))
             missed = ~(hit | waited)
             asleep = missed & (turn.accepted >= 0)
             if turn.decision.sit_out and not bool(asleep.all()):
@@ -106,6 +114,7 @@ class Speculator:
             self._answer_misses(turn.select(missed))
             everybody = bool(ready.all())
         self._awake = turn if everybody else turn.select(ready)
+        self._there = there if everybody else self._awake.on(self.device)
         self._asleep = None if everybody else turn.select(~ready)
         return Reply(hit, ready)
 
@@ -114,9 +123,9 @@ class Speculator:
 
         late: the next turn has come already; leave the branches, and the keys for later.
         """
-        turn, asleep = self._awake, self._asleep
-        self._awake = self._asleep = None
-        if turn is None:
+        turn, there, asleep = self._awake, self._there, self._asleep
+        self._awake = self._there = self._asleep = None
+        if turn is None or there is None:
             return
         if late or not turn.decision.draft_len:
             self.drafter.behind = True
@@ -126,14 +135,16 @@ class Speculator:
                 self.drafter.redraft(asleep, asleep.budget.clamp(max=asleep.decision.retry))
                 self._waited[asleep.rows] = asleep.base
             if self._unfed or self.drafter.behind:
-                self.drafter.feed_chains(turn)
+                self.drafter.catch_up(turn)
+                self.drafter.feed_chains(there)
             else:
-                self.drafter.feed_last(turn)
+                self.drafter.feed_last(there)
             if turn.decision.branches:
-                self.branches.draft(turn)
+                self.branches.draft(there, turn)
 
     def _answer_misses(self, turn: Turn) -> None:
-        """Chains for rows whose outcome was not predicted, or which have just joined."""
+        """Chains for rows whose outcome was not predicted, or which have just joined. The turn is
+        the host's."""
         if not len(turn.rows):
             return
         decision, drafter = turn.decision, self.drafter
@@ -141,13 +152,15 @@ class Speculator:
         if decision.retry:
             drafter.redraft(turn, budget.clamp(max=decision.retry))
             return
+        its = turn.on(self.device)
+        (budget,) = send(self.device, budget)
         count = torch.zeros_like(budget)
         if decision.proposal == "ngram" and decision.draft_len:
             tokens, count = drafter.history.propose(
-                turn.rows, turn.base, drafter.draft_len, impl=drafter.impl
+                its.rows, its.base, drafter.draft_len, impl=drafter.impl
             )
-            drafter.chain.tokens[turn.rows] = tokens.clamp(min=0)
+            drafter.chain.tokens[its.rows] = tokens.clamp(min=0)
         elif decision.proposal == "replay" and self.branches.count:
-            count = self.branches.replay(turn)
+            count = self.branches.replay(its)
         self._unfed = decision.proposal != "none"
-        drafter.propose(turn, torch.minimum(count, budget))
+        drafter.propose(its, torch.minimum(count, budget))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,16 +18,19 @@ from .models.protocol import Model
 from .processors import Logprobs, edit_rows, logprobs_of
 from .requests import Request
 from .round import Turn
+from .transfer import Mailbox
 
 
 class Judgement(NamedTuple):
-    """The outcome of a round.
+    """The outcome of a round, on the host.
 
+    num_draft: [B] int32, drafts that were judged.
     logprobs, errors: of the requests that asked for them, and of those whose logits processor
     raised, by index in the turn.
     """
 
     verdict: Verdict
+    num_draft: torch.Tensor
     logprobs: dict[int, list[Logprobs]]
     errors: dict[int, str]
 
@@ -37,6 +40,7 @@ class Verifier:
 
     def __init__(self, model: Model, *, rule: Rule, impl: Impl, timeline: Timeline) -> None:
         self.model, self.rule, self.impl, self.timeline = model, rule, impl, timeline
+        self._mailbox = Mailbox(model.device)
 
     def verify(
         self,
@@ -45,18 +49,26 @@ class Verifier:
         sampling: Sampling,
         keys: Keys,
         requests: Sequence[Request] = (),
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> Judgement:
-        """Judge the turn's chains; `requests`: those of its rows, if any of them wants more than
-        sampling."""
+        """Judge the turn's chains; all tensors are on the model's device.
+
+        requests: those of its rows, if any of them wants more than sampling. meanwhile: called once
+        the work has been queued, before the one wait for what comes of it.
+        """
         tokens = torch.cat((turn.last[:, None], draft.tokens.clamp(min=0)), dim=1)
         with self.timeline.span("verify", tokens.numel()):
             with self.timeline.span("target_forward"):
                 logits = self.model.extend(turn.rows, tokens, (turn.base - 1).to(torch.int32))
             edited, errors = _edit(logits, draft, requests)
             verdict = verify(edited, draft, sampling, keys, rule=self.rule, impl=self.impl)
+        self._mailbox.post(verdict.num_accepted, verdict.tokens, verdict.status, draft.num_draft)
+        meanwhile()
+        *outcome, num_draft = self._mailbox.take()
+        verdict = Verdict(*outcome)
         if bool(verdict.status.any()):
             verdict = _only_used_rows(verdict, edited)
-        return Judgement(verdict, _logprobs(logits, verdict, requests), errors)
+        return Judgement(verdict, num_draft, _logprobs(logits, verdict, requests), errors)
 
 
 def _edit(
@@ -78,15 +90,14 @@ def _logprobs(
     for index, request in enumerate(requests):
         if request.params.logprobs is not None:
             count = int(verdict.num_accepted[index]) + 1
-            found[index] = logprobs_of(
-                logits[index, :count], verdict.tokens[index, :count], request.params.logprobs
-            )
+            tokens = verdict.tokens[index, :count].to(logits.device)
+            found[index] = logprobs_of(logits[index, :count], tokens, request.params.logprobs)
     return found
 
 
 def _only_used_rows(verdict: Verdict, logits: torch.Tensor) -> Verdict:
     """A broken row behind the extra token's is not the text's: only rows 0..k count."""
     used = torch.arange(logits.shape[1]) <= verdict.num_accepted[:, None]
-    legal = (logits < torch.inf).all(-1) & (logits > -torch.inf).any(-1)
+    legal = ((logits < torch.inf).all(-1) & (logits > -torch.inf).any(-1)).cpu()
     status = verdict.status.masked_fill((legal | ~used).all(-1), int(Status.OK))
     return dataclasses.replace(verdict, status=status)

@@ -3,5 +3,6 @@
 from .base import Lane
 from .inline import InlineLane
 from .process import ProcessLane
+from .stream import StreamLane, StreamTimeline
 
-__all__ = ["InlineLane", "Lane", "ProcessLane"]
+__all__ = ["InlineLane", "Lane", "ProcessLane", "StreamLane", "StreamTimeline"]

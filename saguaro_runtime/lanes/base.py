@@ -12,15 +12,18 @@ class Lane(Protocol):
     """Runs a Speculator. After `next_chain` returns, drafting ahead goes on by itself.
 
     Attributes:
-        chain: chains of all rows. Those of rows that are ready are written only while a turn is
-            being answered, so they may be read from the answer to a turn until the next is given.
+        chain: chains of all rows, on the target's device. Those of rows that are ready are written
+            only while a turn is being answered, so they may be read from the answer to a turn until
+            the next is given.
         off: why there is no more drafting, or None.
         faults: what has failed on the draft's side so far, whether or not it went on.
     """
 
-    chain: ChainStore
     off: str | None
     faults: list[str]
+
+    @property
+    def chain(self) -> ChainStore: ...
 
     @property
     def status(self) -> str:
@@ -39,6 +42,10 @@ class Lane(Protocol):
 
     def next_chain(self, turn: Turn) -> Reply | None:
         """The chains that follow an outcome; None where the draft is late or off: go undrafted."""
+
+    def meanwhile(self) -> None:
+        """The target's part of the turn has been queued; called before its outcome is waited for,
+        for lanes whose work this thread queues as well."""
 
     def spans(self, *, wait: bool = True) -> list[Span]:
         """Work done on the draft's side since the last call; without waiting, what is known."""

@@ -41,6 +41,9 @@ class InlineLane:
         self._try(self.speculator.look_ahead)
         return reply
 
+    def meanwhile(self) -> None:
+        """Nothing: the draft has drafted ahead before the target's turn."""
+
     def spans(self, *, wait: bool = True) -> list[Span]:
         return self.speculator.timeline.drain()
 

@@ -144,6 +144,9 @@ class ProcessLane:
             self._lose(error)
             return None
 
+    def meanwhile(self) -> None:
+        """Nothing: the process drafts ahead by itself."""
+
     def spans(self, *, wait: bool = True) -> list[Span]:
         try:
             if wait and not self.off and self._state == "on" and not self._unanswered:

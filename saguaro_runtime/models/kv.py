@@ -8,6 +8,8 @@ import torch
 
 from saguaro_kernels.errors import ConfigError
 
+from ..transfer import send
+
 
 class PagedKV:
     """Keys and values of all layers for up to `rows` requests of different lengths.
@@ -77,7 +79,8 @@ class PagedKV:
         pages, self._free = self._free[:count], self._free[count:]
         self._held[row] = pages
         self.page_table[row].zero_()
-        self.page_table[row, :count] = torch.tensor(pages, dtype=torch.int32)
+        table = torch.tensor(pages, dtype=torch.int32)
+        self.page_table[row, :count] = send(self.page_table.device, table)[0]
 
     def release(self, row: int) -> None:
         """Take the pages of `row` back.
@@ -90,6 +93,10 @@ class PagedKV:
         self._free.extend(self._held.pop(row))
 
     def table(self, rows: torch.Tensor) -> torch.Tensor:
-        """The page tables of `rows` [B], cut to the widest of them: [B, pages] int32."""
-        widest = max(len(self._held[row]) for row in rows.tolist())
+        """The page tables of `rows` [B], cut to the widest of them: [B, pages] int32.
+
+        On a GPU to the widest of all rows that hold any, as `rows` cannot be read without waiting.
+        """
+        held = rows.tolist() if rows.device.type == "cpu" else self._held
+        widest = max(len(self._held[row]) for row in held)
         return self.page_table[rows, :widest]

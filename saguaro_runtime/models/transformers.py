@@ -190,10 +190,10 @@ class TransformersModel:
         self.kv.release(row)
 
     def prefill(self, row: int, tokens: torch.Tensor, start: int = 0) -> None:
-        rows = torch.tensor([row], device=self.device)
+        rows = torch.full((1,), row, device=self.device)
         for at in range(0, len(tokens), _PREFILL_CHUNK):
             chunk = tokens[None, at : at + _PREFILL_CHUNK]
-            trunk_len = torch.tensor([start + at], dtype=torch.int32, device=self.device)
+            trunk_len = torch.full((1,), start + at, dtype=torch.int32, device=self.device)
             self._extend(rows, chunk, trunk_len, logits_to_keep=1)
 
     def extend(
