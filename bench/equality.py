@@ -1,6 +1,6 @@
 """Do all methods give the target's own text? On a real pair, token by token, in float32.
 
-    temperature 0    AR, SD and SSD against transformers' own greedy generate
+    temperature 0    AR, SD and SSD against transformers' own greedy generate; --batch of them
     temperature 1    SSD against SD, and alone against in a batch of four, seed for seed
 
 Where two texts part, the deciding comparison is computed again from fresh forwards; below 1e-3 it
@@ -91,9 +91,11 @@ class Equality:
         prompts: Sequence[list[int]],
         tokens: int,
         *,
+        batch: int = 1,
         impl: str = "auto",
     ) -> None:
         self.target, self.draft, self.prompts, self.tokens = target, draft, prompts, tokens
+        self.batch = batch
         self.config = EngineConfig(k=4, branches=20, rule="token", reproducible=True, impl=impl)
 
     def run(self, method: str, temperature: float, batch: int = 1) -> list[Output]:
@@ -136,7 +138,7 @@ class Equality:
         start = time.monotonic()
         wanted = [own_greedy(self.target, prompt, self.tokens) for prompt in self.prompts]
         found = {
-            f"T=0 {method} = generate": self.compare(self.run(method, 0.0), wanted, 0.0)
+            f"T=0 {method} = generate": self.compare(self.run(method, 0.0, self.batch), wanted, 0.0)
             for method in ("ar", "sd", "ssd")
         }
         sd, ssd, batched = self.run("sd", 1.0), self.run("ssd", 1.0), self.run("ssd", 1.0, batch=4)
@@ -150,6 +152,7 @@ class Equality:
             "passed": all(passes(verdicts) for verdicts in found.values()),
             "tokens": self.tokens,
             "prompts": len(self.prompts),
+            "batch": self.batch,
             "seconds": round(time.monotonic() - start, 1),
         }
 
@@ -164,6 +167,8 @@ def passes(verdicts: Sequence[Comparison]) -> bool:
 def render(report: dict[str, Any]) -> str:
     """One line per comparison."""
     lines = [f"{report['prompts']} prompts of {report['tokens']} tokens, float32"]
+    if report.get("batch", 1) > 1:
+        lines[0] += f"; at temperature 0 {report['batch']} at once"
     for name, verdicts in report["comparisons"].items():
         ties = [its["gap"] for its in verdicts if its["verdict"] == "near_tie"]
         equal = sum(its["verdict"] == "equal" for its in verdicts)
@@ -181,6 +186,7 @@ def main(arguments: Sequence[str]) -> int:
         "--prompts", type=int, default=20, help="half chat, half code (%(default)s)"
     )
     parser.add_argument("--tokens", type=int, default=64, help="per prompt (%(default)s)")
+    parser.add_argument("--batch", type=int, default=1, help="at once, at T = 0 (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
     from saguaro_runtime.demo.model import load_pair
@@ -193,7 +199,7 @@ def main(arguments: Sequence[str]) -> int:
     draft = load_draft(paths[1], target, torch.float32)
     half = options.prompts // 2
     prompts = chat_prompts(tokenizer, options.prompts - half) + code_prompts(tokenizer, half)
-    report = Equality(target, draft, prompts, options.tokens).report() | {
+    report = Equality(target, draft, prompts, options.tokens, batch=options.batch).report() | {
         "date": datetime.date.today().isoformat(),
         "machine": machine(),
         "versions": {

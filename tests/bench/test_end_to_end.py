@@ -112,7 +112,8 @@ def test_options_change_one_thing_and_join_where_it_differs() -> None:
 
     rest = ["fallback batched_retry", "fallback partial_accept", "fallback independent"]
     assert joining(0.0, 1) == ["rule token", "rule coupled", *rest]
-    assert joining(0.6, 1) == ["rule token", "rule coupled", "ranking probability", *rest]
+    assert joining(0.6, 1) == []
+    assert joining(1.0, 1) == ["rule token", "rule coupled", "ranking probability", *rest]
     assert joining(1.0, 4) == []
     assert joining(1.0, 8) == [
         "fallback immediate_retry", "fallback batched_retry", "fallback independent"
