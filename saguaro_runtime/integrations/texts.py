@@ -93,7 +93,12 @@ class TextDrafter:
         config = dataclasses.replace(config, **_OURS)
         self.config, self.max_length = config, max_length
         self.params = params or SamplingParams()
-        model = cast(Model, SimpleNamespace(vocab_size=vocab_size))
+        on = torch.device(getattr(draft, "device", "cpu"))
+        if on.type != "cpu":
+            raise UnsupportedError(
+                f"draft: lies on {on}; in another's loop it runs on the CPU, want .to('cpu')"
+            )
+        model = cast(Model, SimpleNamespace(vocab_size=vocab_size, device=on))
         lane = build_lane(draft, Built(model, target, None, frozenset(), max_length), config)
         assert lane is not None
         self.lane: Lane = lane
