@@ -84,6 +84,11 @@ def test_pages_have_blocks() -> None:
     assert {page for page in PAGES if blocks(page, "python")} >= {"README.md", "docs/embedding.md"}
 
 
+def test_verify_is_embedded_in_under_30_lines() -> None:
+    _, text = blocks("docs/embedding.md", "python")[0]
+    assert "verify(" in text and len(text.splitlines()) < 30
+
+
 def commands() -> list[tuple[str, str]]:
     """(where, line) of every `saguaro ...` in a shell block and in the commands' own examples."""
     found = [(page, line) for page in PAGES for _, text in blocks(page, "bash")
