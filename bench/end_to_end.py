@@ -34,7 +34,7 @@ from . import report
 from .equality import chat_prompts, code_prompts
 
 TEMPERATURES = (0.0, 0.6, 1.0)
-BATCHES = {1: 5, 4: 3, 8: 3}
+BATCHES = {1: 4, 4: 2, 8: 2}
 """How many batches of each size."""
 OPTIONS = {1: ("rule", "ranking", "fallback"), 8: ("fallback",)}
 """What is changed alone at these sizes, at the lowest and the highest temperature: all of it in
