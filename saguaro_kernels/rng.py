@@ -117,9 +117,8 @@ def uniform_reference(keys: Keys, offset: torch.Tensor | int, stream: Stream) ->
     return words.add_(0.5).mul_(2.0**-32).clamp_(max=_BELOW_ONE).to(keys.base.device)
 
 
-def _gumbel(
-    seed: torch.Tensor, base: torch.Tensor, offset: torch.Tensor, stream: Stream, vocab: int
-) -> torch.Tensor:
+def _gumbel(counters: torch.Tensor, stream: Stream, vocab: int) -> torch.Tensor:
+    seed, base, offset = counters.unbind(1)
     words = _words(seed, base, offset, stream, vocab)
     below = words.add_(0.5).mul_(-(2.0**-32)).clamp_(min=-_BELOW_ONE)
     return below.log1p_().neg_().log_().neg_()
@@ -128,8 +127,8 @@ def _gumbel(
 @functools.lru_cache(maxsize=_KEPT_ROWS)
 def _long_row(seed: int, base: int, offset: int, stream: Stream, vocab: int) -> torch.Tensor:
     """A row of noise, [vocab] float32, only to be read. Successive rounds share most of theirs."""
-    counters = torch.tensor([[seed], [base], [offset]])
-    return _gumbel(*counters, stream, vocab)[0]
+    counter = torch.tensor([[seed, base, offset]])
+    return _gumbel(counter, stream, vocab)[0]
 
 
 def distinct_gumbel_reference(
@@ -141,7 +140,7 @@ def distinct_gumbel_reference(
     if vocab < _LONG_ROW:
         # Parts small enough for a core's cache.
         parts = distinct.split(max(1, _PART_WORDS // max(vocab, 1)))
-        rows = [_gumbel(*part.unbind(1), stream, vocab) for part in parts]
+        rows = [_gumbel(part, stream, vocab) for part in parts]
     else:
         rows = [_long_row(*counter, stream, vocab)[None] for counter in distinct.tolist()]
     noise = torch.cat(rows) if rows else torch.empty(0, vocab)

@@ -125,6 +125,7 @@ def run_example(name: str, *arguments: str) -> dict[str, Any]:
         ("generate.py", FOLDERS, ""),
         ("mixed_batch.py", FOLDERS, "tokens per round"),
         ("read_metrics.py", FOLDERS, "hit rate"),
+        ("two_gpus.py", (*FOLDERS, "cpu", "cpu"), "overlap"),
     ],
 )
 def test_examples_run(

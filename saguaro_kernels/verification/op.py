@@ -188,6 +188,12 @@ def _check(
             "or logits=None for one-hot drafts"
         )
     check("draft.sampling.temperature", draft.sampling.temperature, per_request, torch.float32)
+    filters = draft.sampling.top_k, draft.sampling.top_p, draft.sampling.min_p
+    if draft.cutoff is None and any(its is not None for its in filters):
+        raise ConfigError(
+            "draft.cutoff: got None with a filter in draft.sampling, want the cutoff and cutoff_id "
+            "that saguaro_sample returned: they say which ids the draft was drawn from"
+        )
     for edge, others in (("cutoff", ("cutoff_id",)), ("downweight", ("scale_logit", "scale_id"))):
         missing = [name for name in others if getattr(draft, name) is None]
         if getattr(draft, edge) is not None and missing:

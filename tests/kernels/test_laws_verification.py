@@ -35,7 +35,7 @@ def noise_of_rows(
     keys: Keys, offset: torch.Tensor | int, stream: Stream, vocab: int
 ) -> torch.Tensor:
     """gumbel_reference without its search for equal keys: here all keys differ."""
-    return rng._gumbel(*rng._counters(keys, offset, stream), stream, vocab)
+    return rng._gumbel(torch.stack(rng._counters(keys, offset, stream), 1), stream, vocab)
 
 
 @pytest.fixture(autouse=True)
@@ -521,7 +521,7 @@ def tail_noise(
     counters = torch.stack(rng._counters(keys, offset, stream), 1)
     columns, winners = [], []
     for part in counters.split(16):
-        noise = rng._gumbel(*part.unbind(1), stream, 6 + TAIL)
+        noise = rng._gumbel(part, stream, 6 + TAIL)
         best, winner = noise[:, 6:].max(1)
         columns.append(torch.cat((noise[:, :6], best[:, None] - np.log(TAIL)), 1))
         winners.append(winner)

@@ -486,6 +486,18 @@ def test_errors_name_the_argument() -> None:
         ({"draft": dataclasses.replace(draft, logq=None)}, ConfigError, "logq"),
         ({"draft": dataclasses.replace(draft, cutoff_id=None)}, ConfigError, "cutoff"),
         (
+            {
+                "draft": dataclasses.replace(
+                    draft,
+                    sampling=Sampling(torch.ones(2), top_p=torch.full((2,), 0.9)),
+                    cutoff=None,
+                    cutoff_id=None,
+                )
+            },
+            ConfigError,
+            "cutoff",
+        ),
+        (
             {"draft": dataclasses.replace(draft, num_draft=draft.num_draft.long())},
             DTypeError,
             "num",
