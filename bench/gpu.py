@@ -3,6 +3,7 @@
 Each case runs compiled on the GPU and by its torch reference on the CPU, on equal inputs: ids must
 be the same, numbers close. No host sync is allowed meanwhile, and a captured graph must repeat the
 eager result. Then times against the measured roof, beside the torch reference on the same GPU.
+The engine's part comes first: its lanes against each other, a round as a graph, speed and overlap.
 Needs no network; within its time budget it does the first shape of every case first.
 
 Exit code: 0 all right, 1 a check failed, 3 no GPU here.
@@ -16,7 +17,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,25 @@ def far_offsets() -> Check:
     return row
 
 
+def engine_checks(two_devices: bool, left: Callable[[], float]) -> list[Check]:
+    """What the engine does on this machine; one part that fails does not end the others."""
+    from . import gpu_engine
+
+    rows = []
+    for name, shape, part in gpu_engine.parts(two_devices):
+        row = Check(name, shape)
+        rows.append(row)
+        if left() < 60:
+            row.verdict = "not reached: out of time"
+            continue
+        print(f"{left():5.0f} s left  {name}", file=sys.stderr)
+        try:
+            row.verdict, row.failed = part()
+        except Exception as error:  # noqa: BLE001
+            row.verdict, row.failed = f"{type(error).__name__}: {error}".split("\n")[0], True
+    return rows
+
+
 def main(arguments: Sequence[str]) -> int:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(
@@ -137,6 +157,7 @@ def main(arguments: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument("names", nargs="*", help="cases; default: all")
     parser.add_argument("--budget", type=float, default=330.0, help="seconds (%(default)s)")
+    parser.add_argument("--two-devices", action="store_true", help="also draft on a second GPU")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
@@ -145,6 +166,9 @@ def main(arguments: Sequence[str]) -> int:
         return 3
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         print("bench gpu: TRITON_INTERPRET is set; unset it to run compiled kernels.")
+        return 3
+    if options.two_devices and torch.cuda.device_count() < 2:
+        print("bench gpu: --two-devices, and there is one GPU; nothing was checked.")
         return 3
     return _run(options)
 
@@ -166,7 +190,7 @@ def _run(options: argparse.Namespace) -> int:
         for case in chosen
         if index < len(case.shapes)
     ]
-    rows: list[Check] = []
+    rows = [] if options.names else engine_checks(options.two_devices, left)
     results = []
     for case, shape in work:
         row = Check(case.name, shape_id(shape))
@@ -202,7 +226,7 @@ def _run(options: argparse.Namespace) -> int:
         report.table(
             headers,
             [
-                (r.case, r.shape, r.verdict[:90], r.graph, r.launches, r.p50_us)
+                (r.case, r.shape, r.verdict[:150], r.graph, r.launches, r.p50_us)
                 + (r.percent_of_roof, r.torch_us)
                 for r in rows
             ],

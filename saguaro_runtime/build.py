@@ -52,17 +52,14 @@ def build_target(target: Any, config: EngineConfig, tokenizer: Any = None) -> Bu
         target = load_model(path)
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(path)
     tokens = config.max_tokens + config.max_batch * _PAGE
-    lane = _lane_on(_device_of("target", target), config)
-    model = as_model(target, rows=config.max_batch, tokens=tokens, impl=config.impl)
-    return Built(
-        model,
-        target,
-        tokenizer,
-        _stop_ids(target, tokenizer),
-        model.max_length,
-        Seat(model.device, own_stream=lane == "stream"),
-        timeline_on(model.device, "target"),
-    )
+    device = _device_of("target", target)
+    on_stream = device.type == "cuda" and _lane_on(device, config) == "stream"
+    seat = Seat(device, own_stream=on_stream)
+    with seat.working():  # what is made here is used, and freed, in the seat's order
+        model = as_model(target, rows=config.max_batch, tokens=tokens, impl=config.impl)
+        timeline = timeline_on(device, "target")
+    stop_ids = _stop_ids(target, tokenizer)
+    return Built(model, target, tokenizer, stop_ids, model.max_length, seat, timeline)
 
 
 def fit_memory(
@@ -114,14 +111,14 @@ def build_lane(draft: Any, target: Built, config: EngineConfig) -> Lane | None:
     if draft is None:
         raise ConfigError(f"draft: got None, want a model for method={config.method!r}, or 'ar'")
     if isinstance(draft, str) and draft == NGRAM:
-        return InlineLane(
-            NgramDrafter(
+        with target.seat.working():
+            drafter = NgramDrafter(
                 rows=config.max_batch,
                 draft_len=config.draft_len,
                 impl=config.impl,
                 device=target.model.device,
             )
-        )
+        return InlineLane(drafter)
     if isinstance(draft, str | Path):
         from .models.gguf_folder import folder_of
         from .models.transformers import check_same_tokenizer, load_draft
@@ -149,13 +146,13 @@ def build_lane(draft: Any, target: Built, config: EngineConfig) -> Lane | None:
     tokens = config.max_tokens + config.max_batch * (_PAGE + scratch)
     rows = config.max_batch
     if lane_name != "process":
-        model = as_model(draft, rows=rows, tokens=tokens, impl=config.impl)
-        options["timeline"] = timeline_on(device, "draft")
-        if lane_name == "inline":
-            return InlineLane(Speculator(model, rows=rows, **options))
-        seat = Seat(device, own_stream=True)
+        seat = Seat(device, own_stream=lane_name == "stream")
         with seat.working():
+            model = as_model(draft, rows=rows, tokens=tokens, impl=config.impl)
+            options["timeline"] = timeline_on(device, "draft")
             speculator = Speculator(model, rows=rows, **options)
+        if lane_name == "inline":
+            return InlineLane(speculator)
         return StreamLane(speculator, seat, target.seat)
     lane = ProcessLane(
         draft,

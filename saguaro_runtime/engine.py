@@ -71,15 +71,16 @@ class Engine:
         self.lane = build_lane(draft, built, config)
         self._restore_threads = share_cores(config, self.lane)
         self.timeline = built.timeline
-        self.verifier = Verifier(
-            self.model, rule=config.rule, impl=config.impl, timeline=self.timeline
-        )
-        self.scheduler = Scheduler(config, built)
-        self._stats = Stats(self.scheduler, self.lane, self.timeline)
-        self._stats.memory = memory
         self._seat = built.seat
         on_device = allocate_on(self.model.device)
-        self._undrafted = ChainStore((config.max_batch,), 0, 1, torch.float32, on_device)
+        with self._seat.working():
+            self.verifier = Verifier(
+                self.model, rule=config.rule, impl=config.impl, timeline=self.timeline
+            )
+            self.scheduler = Scheduler(config, built)
+            self._undrafted = ChainStore((config.max_batch,), 0, 1, torch.float32, on_device)
+        self._stats = Stats(self.scheduler, self.lane, self.timeline)
+        self._stats.memory = memory
         self._held: set[int] = set()
         self._cancelled: deque[Request] = deque()
         self._lock = threading.Lock()
@@ -136,9 +137,10 @@ class Engine:
         """End what was cancelled, unless a round runs: then its thread does."""
         while self._cancelled and self._lock.acquire(blocking=False):
             try:
-                while self._cancelled:
-                    self.scheduler.cancel(self._cancelled.popleft())
-                self._release()
+                with self._seat.working():
+                    while self._cancelled:
+                        self.scheduler.cancel(self._cancelled.popleft())
+                    self._release()
             finally:
                 self._lock.release()
 

@@ -42,7 +42,8 @@ class NgramDrafter:
             self.history.admit(new.row, new.prompt, new.slots + self.draft_len + 1)
 
     def release(self, rows: list[int]) -> None:
-        self.history.length[rows] = 0
+        for row in rows:
+            self.history.length[row] = 0
 
     def next_chain(self, turn: Turn) -> Reply:
         """Propose each row's next chain; none where its last tokens are new."""

@@ -156,20 +156,21 @@ class Crossing:
     """
 
     def __init__(self, source: Seat, target: Seat) -> None:
+        """The buffers have been made before, in the target's seat."""
         self.source, self.target = source, target
         self.direct = backend.are_peers(source.device, target.device)
         self.side = 0
         self._sent = [backend.event(), backend.event()]
         self._read = [backend.event(), backend.event()]
-        self._used = [False, False]
+        for event in self._read:  # who made the buffers is done with them
+            backend.record(event, target.stream)
         self._pinned: tuple[dict[int, torch.Tensor], ...] = ({}, {})
         self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def begin(self) -> int:
         """In the source's seat: turn to the other buffer, whose last reader is waited for."""
         self.side = 1 - self.side
-        if self._used[self.side]:
-            backend.wait(self.source.stream, self._read[self.side])
+        backend.wait(self.source.stream, self._read[self.side])
         return self.side
 
     def send(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -193,7 +194,6 @@ class Crossing:
     def done(self) -> None:
         """In the target's seat: all that reads the buffers has been queued."""
         backend.record(self._read[self.side], self.target.stream)
-        self._used[self.side] = True
 
     def _halfway(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
         size, kept = tensor.numel() * tensor.element_size(), self._pinned[self.side]

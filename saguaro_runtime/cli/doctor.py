@@ -136,6 +136,8 @@ def render(report: dict[str, Any]) -> str:
     for kind, name in report["implementation"].items():
         lines.append((f"kernels on {kind}", name))
     lines.append(("lane", report["lane"]))
+    if report["gpus"]:
+        lines.append(("lane on gpus", "stream"))
     lines.append(
         ("speculation", f"{'on' if speculation['active'] else 'off'}: {speculation['why']}")
     )

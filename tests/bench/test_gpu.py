@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+import pretend_cuda
+import pytest
+import tiny_models
 import torch
 
 import bench.cases  # noqa: F401  registers them
 from bench import __main__ as command
-from bench import gpu, measure
+from bench import gpu, gpu_engine, measure
 from bench.registry import CASES
 
 
@@ -62,3 +66,43 @@ def test_what_a_call_produced() -> None:
     shape = {"B": 1, "M": 4, "K": 2, "layers": 1, "Hkv": 1, "D": 8}
     inputs = case.inputs(shape, torch.float32, "cpu")
     assert measure.outputs(inputs, case.providers["torch"](inputs))[0] is inputs.pages
+
+
+@pytest.mark.parametrize("devices", [("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")])
+def test_the_engine_s_part_runs(devices: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs that are not there; and a text that differs is found."""
+
+    def pair(dtype: torch.dtype, where: tuple[str, str], **_: int) -> Any:
+        target = tiny_models.llama(scale=1.5)
+        draft = tiny_models.llama(1, near=target, scale=1.5)
+        return machine.place(target, where[0]), machine.place(draft, where[1])
+
+    monkeypatch.setattr(gpu_engine, "pair", pair)
+    monkeypatch.setattr(gpu_engine, "NEW_TOKENS", 4)
+    monkeypatch.setattr(gpu_engine, "PROMPTS", 2)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda model, where: machine.place(model, where))
+    with pretend_cuda.Machine(monkeypatch, devices=2) as machine:
+        words, failed = gpu_engine.lanes_agree(devices)
+        assert words.startswith("ok, ") and not failed
+        run = gpu_engine.run
+        monkeypatch.setattr(
+            gpu_engine, "run", lambda *a, lane, **o: ([[lane]], run(*a, lane=lane, **o)[1])
+        )
+        words, failed = gpu_engine.lanes_agree(devices)
+        assert words.startswith("1 of 1 texts differ") and failed
+    assert not machine.races
+
+
+def test_a_part_that_fails_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> tuple[str, bool]:
+        raise RuntimeError("no kernel image\nand more")
+
+    parts = [("a", "-", broken), ("b", "-", lambda: ("ok", False))]
+    monkeypatch.setattr(gpu_engine, "parts", lambda two_devices: parts)
+    rows = gpu.engine_checks(False, lambda: 100.0)
+    assert [(row.verdict, row.failed) for row in rows] == [
+        ("RuntimeError: no kernel image", True),
+        ("ok", False),
+    ]
+    late = gpu.engine_checks(False, lambda: 10.0)
+    assert {row.verdict for row in late} == {"not reached: out of time"}
