@@ -15,6 +15,8 @@ from ..planner.theory import MissLaw, accept_lengths, fan_out, hit_rate
 
 _KEEP, _KEEP_TIME = 0.995, 0.99
 """What is left of an observation after each later one, and of a time."""
+_DOUBT = 0.1
+"""What a past text still counts when drafting ahead is tried again."""
 _FOLLOW = 0.05
 """How fast the pace follows single pieces of work; much faster than times by rows do, or what is
 noise would count as pace."""
@@ -34,6 +36,10 @@ class Faded:
     def add(self, value: float) -> None:
         self.count = self._keep * self.count + 1.0
         self.total = self._keep * self.total + value
+
+    def doubt(self, share: float) -> None:
+        """Let what was seen count as that share of it."""
+        self.count, self.total = share * self.count, share * self.total
 
     def mean(self, prior: float, weight: float = 2.0) -> float:
         """The mean, with `prior` counted `weight` times."""
@@ -114,6 +120,12 @@ class Estimates:
                 self.hits.setdefault((k, branches), Faded()).add(hit)
             else:
                 self.hits_after_undrafted.add(hit)
+
+    def doubt(self) -> None:
+        """Trust little of what was seen of texts, after a time in which nothing could be."""
+        seen = self.kept, self.fast, self.hits_after_undrafted
+        for its in (*seen, *self.tokens.values(), *self.hits.values()):
+            its.doubt(_DOUBT)
 
     @property
     def acceptance(self) -> float:

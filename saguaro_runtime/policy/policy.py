@@ -18,6 +18,9 @@ _EVERY, _SOON, _SELDOM = 16, 4, 64
 nothing changes."""
 _CLEAR = 0.5
 """So much better is worth a change before enough has been seen."""
+_LEAVE, _SURE = 0.15, 128
+"""Drafting ahead ends in the first rounds only where less is predicted to be so much better: once
+it has ended nothing is learned of it."""
 _PROBE, _PROBE_MOST = 64, 1024
 """Rounds without drafting ahead after which it is tried again; doubled each time it loses."""
 _KEPT = 64
@@ -38,7 +41,9 @@ class Policy:
         self._numbers: dict[str, Any] = {}
         self._why = "as configured"
         self._round = self._batch = 0
-        self._due, self._every = _SOON, _EVERY
+        self._due, self._every, self._learns_until = _SOON, _EVERY, _EVERY
+        self._ahead: Choice | None = None
+        """How drafting ahead was done when it ended."""
         self._probe, self._left_at = _PROBE, 0
         self._tokens, self._last_end, self._since = 0, 0.0, 0
         self._redrafts = False
@@ -54,7 +59,7 @@ class Policy:
             if self._choice is None or self._choice.method == "ssd":
                 self._choice = configured(self.config, batch)
         if self._adapts and self._round > self._due:
-            self._due = self._round + (self._every if self._round > _EVERY else _SOON)
+            self._due = self._round + (self._every if self._round > self._learns_until else _SOON)
             self._revise(batch)
         assert self._choice is not None
         choice, self._since = self._choice, self._since + 1
@@ -108,11 +113,13 @@ class Policy:
 
     def _revise(self, batch: int) -> None:
         assert self._choice is not None
-        now, config, early = self._choice, self.config, self._round <= _EVERY
+        now, config, early = self._choice, self.config, self._round <= self._learns_until
         if now.method != "ssd" and self._round >= self._left_at + self._probe:
             self._probe = min(2 * self._probe, _PROBE_MOST)
-            self._set(configured(config, batch), "drafting ahead is tried again", {})
-            self._due = self._round + _SOON
+            self._set(self._ahead or configured(config, batch), "drafting ahead is tried again", {})
+            # Long enough to learn from, and so that what is learned counts.
+            self.estimates.doubt()
+            self._due, self._learns_until = self._round + _SOON, self._round + _EVERY
             return
         known = self.estimates.deployment(batch)
         if known is None:
@@ -121,10 +128,11 @@ class Policy:
             numbers = numbers_of(known, self.estimates, config.k, config.branches)
             margin = _CLEAR if early else MARGIN
             best, why, speeds = best_choice(
-                config, known, self.speeds, now, margin=margin, pace=self.estimates.pace
-            )
+                config, known, self.speeds, now, margin=margin, pace=self.estimates.pace,
+                leave=_LEAVE if self._round <= _SURE else MARGIN,
+            )  # fmt: skip
             if best.method != "ssd" and now.method == "ssd":
-                self._left_at = self._round
+                self._left_at, self._ahead = self._round, now
             self._set(best, why, numbers | speeds)
         elif config.fallback == "auto" and not config.reproducible and not early:
             self._set(*cross(known, self.estimates, now))
@@ -144,7 +152,7 @@ class Policy:
         numbers = {"round": self._round} | {name: _plain(its) for name, its in numbers.items()}
         self._numbers = numbers
         if choice == self._choice:
-            if self._round > _EVERY:
+            if self._round > self._learns_until:
                 self._every = min(2 * self._every, _SELDOM)
             return
         self._every = _EVERY

@@ -107,11 +107,13 @@ def best_choice(
     now: Choice,
     *,
     margin: float,
+    leave: float,
     pace: float,
 ) -> tuple[Choice, str, dict[str, float]]:
     """The choice that Theorem 7 likes best, or less drafting where it predicts a loss.
 
-    `now` stays unless another one is better by `margin`.
+    `now` stays unless another one is better by `margin`, and drafting ahead unless less is better
+    by `leave`.
     """
     ks = [config.k] if config.reproducible else list(range(1, config.k + 1))
     predicted = {
@@ -126,6 +128,10 @@ def best_choice(
     predicted[Choice("sd", sd_k, 0, sd_k) if sd_k else Choice("ar", 0, 0, 0)] = sd
     corrected = speeds.correct(predicted, known, pace)
     best = max(corrected, key=lambda its: corrected[its])
+    if now.method == "ssd" and best.method != "ssd":
+        ahead = [its for its in corrected if its.method == "ssd"]
+        most = max(ahead, key=lambda its: corrected[its])
+        best = best if corrected[best] > corrected[most] * (1 + leave) else most
     numbers = {"predicted_vs_ar": corrected[best], "predicted_sd_vs_ar": sd}
     if now in corrected:
         numbers["predicted_before_vs_ar"] = corrected[now]

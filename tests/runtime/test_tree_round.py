@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import scripts
 import torch
+import transformers
 
 from bench.traffic import Meter
 from saguaro_runtime.models.scripted import ScriptedModel
@@ -93,3 +94,40 @@ def test_a_steady_round_waits_for_nothing_and_repeats_its_launches(allocation: s
         assert steady == [event.name for event in rounds[1][2].events if event.kind != "torch"]
         assert sum("scan" in name for name in steady) >= K  # the draws of each tree step
         assert any("insert" in name for name in steady)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_after_hits_the_keys_are_those_of_a_fresh_forward(temperature: float) -> None:
+    """Two layers, so that keys depend on all that was seen: of target and draft, after every round
+    of hits and misses."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=48, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=256,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.lm_head.weight.data.mul_(4.0)
+    options = {"k": 3, "branches": 6, "max_batch": 1, "ranking": "probability"}
+    with scripts.engine(model, model, **options) as engine:
+        request = engine.add([5, 6, 7], scripts.sampled(3, 100, temperature=temperature))
+        drafter = engine.lane.speculator.drafter
+        checked = 0
+        for _ in range(24):
+            engine.step()
+            text = [*request.prompt, *request.token_ids]
+            # What was drafted and not kept, and the last token, have no keys that count.
+            sizes = len(text) - 1, min(len(text) - 1, int(drafter.fed[0]))
+            with torch.no_grad():
+                fresh = model(torch.tensor([text]), use_cache=True).past_key_values
+            for side, size in zip((engine.model, drafter.model), sizes, strict=True):
+                kv, slots = side.kv, torch.arange(size)
+                pages = kv.page_table[0, slots // kv.page_size].long()
+                held = kv.data[:, :, pages, slots % kv.page_size]
+                for layer, its in enumerate(fresh.layers):
+                    for mine, wanted in zip(held[layer], (its.keys, its.values), strict=True):
+                        wanted = wanted[0, :, :size].transpose(0, 1)
+                        assert (mine - wanted).abs().max() <= 1e-5
+                        checked += size
+        stats = engine.stats()
+    assert stats["hits"] >= 5 and checked > 1000
+    assert temperature == 0 or stats["misses"] >= 2
