@@ -38,6 +38,28 @@ def resolve_impl(impl: str, device: torch.device) -> Literal["triton", "referenc
     return impl  # type: ignore[return-value]
 
 
+def check_out(
+    name: str,
+    tensor: torch.Tensor,
+    shape: Sequence[int | None],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Raise unless `tensor` is what an op would have made to write to: contiguous as well."""
+    check_tensor(name, tensor, shape, dtype, device)
+    if not tensor.is_contiguous():
+        raise ShapeError(f"{name}: got strides {list(tensor.stride())}, want a contiguous tensor")
+
+
+def check_workspace(
+    tensor: torch.Tensor, size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise unless `tensor` has room for `size` elements in one piece."""
+    check_out("workspace", tensor, (None,), dtype, device)
+    if tensor.numel() < size:
+        raise ShapeError(f"workspace: got {tensor.numel()} elements, want at least {size}")
+
+
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Make `device` current: Triton launches on the current device, not the tensors'."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

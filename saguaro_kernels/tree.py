@@ -18,9 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ._launch import Impl, check_tensor, on_device, resolve_impl
+from ._launch import Impl, check_out, check_tensor, on_device, resolve_impl
 from .distribution import PAD
-from .errors import ConfigError
+from .errors import ConfigError, ShapeError
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def tree_layout(
         raise ConfigError(f"draft_len: got {draft_len}, want >= 0")
     check_tensor("depth", depth, (None, None), torch.int32)
     _check(tokens, depth.shape, trunk_len, page_table, page_size)
-    out = out or _empty_layout(tokens, draft_len + 1, depth)
+    out = _layout(out, tokens, draft_len + 1, depth)
     torch.ops.saguaro.tree_layout(
         depth.contiguous(), tokens.contiguous(), trunk_len.contiguous(), page_table, draft_len,
         page_size, resolve_impl(impl, tokens.device),
@@ -257,7 +257,9 @@ def chain_layout(
     check_tensor("tokens", tokens, (None, None), torch.int64)
     _check(tokens, tokens.shape, trunk_len, page_table, page_size)
     check_tensor("count", count, trunk_len.shape, (torch.int32, torch.int64), tokens.device)
-    out = out or _empty_layout(tokens, 1, torch.empty_like(tokens, dtype=torch.int32))
+    depth = torch.empty_like(tokens, dtype=torch.int32) if out is None else out.depth
+    check_out("out.depth", depth, tokens.shape, torch.int32, tokens.device)
+    out = _layout(out, tokens, 1, depth)
     torch.ops.saguaro.chain_layout(
         tokens.contiguous(), count.contiguous(), trunk_len.contiguous(), page_table, page_size,
         resolve_impl(impl, tokens.device),
@@ -266,7 +268,14 @@ def chain_layout(
     return out
 
 
-def _empty_layout(tokens: torch.Tensor, steps: int, depth: torch.Tensor) -> Layout:
+def _layout(out: Layout | None, tokens: torch.Tensor, steps: int, depth: torch.Tensor) -> Layout:
+    """`out` if it can be written, or a new one."""
+    if out is not None:
+        check_out("out.ids", out.ids, tokens.shape, torch.int64, tokens.device)
+        for name in ("positions", "slots", "physical"):
+            shape = steps, *tokens.shape
+            check_out(f"out.{name}", getattr(out, name), shape, torch.int64, tokens.device)
+        return out
     ids = torch.empty_like(tokens, memory_format=torch.contiguous_format)
     positions, slots, physical = (tokens.new_empty((steps, *tokens.shape)) for _ in range(3))
     return Layout(ids, positions, slots, physical, depth)
@@ -283,7 +292,10 @@ def _check(
     check_tensor("tokens", tokens, shape, torch.int64, device)
     check_tensor("trunk_len", trunk_len, shape[:1], (torch.int32, torch.int64))
     if page_table is not None:
-        check_tensor("page_table", page_table, (shape[0], None), torch.int32, device)
+        wanted = shape[0], None
+        check_tensor("page_table", page_table, wanted, torch.int32, device, contiguous_last=True)
+        if shape[0] and not page_table.shape[1]:
+            raise ShapeError("page_table: got no pages, want at least one")
     if page_size < 1:
         raise ConfigError(f"page_size: got {page_size}, want >= 1")
 

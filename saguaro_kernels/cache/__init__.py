@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from .._launch import Impl, check_tensor, resolve_impl
+from .._launch import Impl, check_out, check_tensor, resolve_impl
 from ..errors import ConfigError
 from .kernels import compile_cases
 from .reference import Lookup, insert_reference, lookup_reference
@@ -71,7 +71,7 @@ class SpeculationCache:
         self.buckets, self.key_rows = whole(self.capacity), whole(rows, KEY_FIELDS)
         self.tokens = whole(rows, draft_len) if tokens is None else tokens
         """[rows, K] int64: the chain of each slot, written by the drafter at any time."""
-        check_tensor("tokens", self.tokens, (rows, None), torch.int64, self.buckets.device)
+        check_out("tokens", self.tokens, (rows, None), torch.int64, self.buckets.device)
         self.dropped = torch.zeros(1, dtype=torch.int64, device=device)
         """[1] int64: inserts that found no room, since the cache was made."""
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from .._launch import FLOATS, Impl, check_tensor, resolve_impl
+from .._launch import FLOATS, Impl, check_out, check_tensor, resolve_impl
 from ..errors import ShapeError
 from .contract import MIN_TEMPERATURE, PAD, RowStats, Sampling, Status
 from .launch import ScanOutputs, compile_cases, row_scan_launch
@@ -94,6 +94,11 @@ def row_stats(
         argmax, cutoff_id = logits.new_empty((2, *row), dtype=torch.int64)
         status = logits.new_empty(row, dtype=torch.int32)
         out = RowStats(max_, lse, cutoff, argmax, cutoff_id, status, log_sum)
+    else:
+        kinds = {"argmax": torch.int64, "cutoff_id": torch.int64, "status": torch.int32}
+        for name, tensor in vars(out).items():
+            dtype = kinds.get(name, torch.float32)
+            check_out(f"out.{name}", tensor, logits.shape[:1], dtype, logits.device)
     torch.ops.saguaro.row_stats(
         logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, bias,
         implementation, out.max, out.lse, out.cutoff, out.argmax, out.cutoff_id, out.status,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import torch
 
-from .._launch import FLOATS, Impl, check_tensor, resolve_impl
+from .._launch import FLOATS, Impl, check_out, check_tensor, resolve_impl
 from ..distribution import Sampling
 from ..errors import ConfigError, ShapeError
 from ..rng import Keys
@@ -134,6 +134,13 @@ def predict_outcomes(
             torch.empty(batch, branches, dtype=torch.int64, device=device),
             torch.empty(batch, branches, dtype=torch.float32, device=device),
         )
+    else:
+        for name, dtype in (
+            ("depth", torch.int32),
+            ("tokens", torch.int64),
+            ("score", torch.float32),
+        ):
+            check_out(f"out.{name}", getattr(out, name), (batch, branches), dtype, device)
     torch.ops.saguaro.predict_outcomes(
         draft_logits, draft_tokens.contiguous(), num_draft.contiguous(),
         sampling.temperature.contiguous(), keys.seed.contiguous(), keys.base.contiguous(),

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .._launch import Impl, check_tensor, resolve_impl
+from .._launch import Impl, check_out, check_tensor, check_workspace, resolve_impl
 from ..distribution import Sampling, check_per_row, check_rows, contiguous, copy_fields
 from ..distribution.launch import MAX_LIST, Draw, ScanOutputs, row_scan_launch, scan_workspace_size
 from ..errors import ConfigError
@@ -109,6 +109,13 @@ def saguaro_sample(
         check_tensor("ids", ids, (logits.shape[1],), torch.int64, logits.device)
     if out is None:
         out = _empty_sample(logits, top_f)
+    else:
+        for name, wanted in vars(_empty_sample(logits.new_empty(0, 0), top_f)).items():
+            shape = logits.shape[0], *wanted.shape[1:]
+            check_out(f"out.{name}", getattr(out, name), shape, wanted.dtype, logits.device)
+    if workspace is not None:
+        size = sample_workspace_size(logits.shape[0], logits.shape[1], top_f, scale_f)
+        check_workspace(workspace, size, torch.int64, logits.device)
     torch.ops.saguaro.saguaro_sample(
         logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, keys.seed,
         keys.base, offsets, 0 if offsets is not None else int(offset), int(stream), scale_f,

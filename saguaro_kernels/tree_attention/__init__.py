@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import torch
 
-from .._launch import FLOATS, Impl, check_tensor, resolve_impl
+from .._launch import FLOATS, Impl, check_out, check_tensor, check_workspace, resolve_impl
 from ..errors import ConfigError, DTypeError, ShapeError
 from .launch import (
     TreeAttentionConfig,
@@ -94,7 +94,7 @@ def tree_attention(
     if window is not None and window < 1:
         raise ConfigError(f"window: got {window}, want >= 1, or None for no window")
     if out is not None:
-        check_tensor("out", out, query.shape, query.dtype, query.device)
+        check_out("out", out, query.shape, query.dtype, query.device)
         if not out.is_contiguous():
             raise ShapeError("out: want a contiguous tensor")
     chosen = resolve_impl(impl, query.device)
@@ -102,9 +102,7 @@ def tree_attention(
         raise DTypeError(f"query: got {query.dtype}, want float16 | bfloat16 | float32 for triton")
     if workspace is not None and chosen == "triton":
         least = tree_attention_workspace(query, key_pages, page_table)
-        check_tensor("workspace", workspace, (None,), torch.float32, query.device)
-        if workspace.numel() < least:
-            raise ShapeError(f"workspace: got {workspace.numel()} elements, want >= {least}")
+        check_workspace(workspace, least, torch.float32, query.device)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if chosen == "reference" and plan is not None:
         found = tree_attention_reference(

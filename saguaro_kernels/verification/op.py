@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .._launch import FLOATS, Impl, check_tensor, resolve_impl
+from .._launch import FLOATS, Impl, check_out, check_tensor, check_workspace, resolve_impl
 from ..distribution import Sampling
 from ..errors import ConfigError, ShapeError
 from ..rng import Keys
@@ -48,7 +48,7 @@ def run(
             ("tokens", (num_requests, num_steps + 1), torch.int64),
             ("status", (num_requests,), torch.int32),
         ):
-            check_tensor(f"out.{name}", getattr(out, name), shape, dtype, device)
+            check_out(f"out.{name}", getattr(out, name), shape, dtype, device)
     size = 0
     if impl == "triton":
         num_rows = None if row_index is None else target_logits.shape[0]
@@ -56,11 +56,8 @@ def run(
         size = verify_workspace_size(num_requests, num_steps, vocab, num_rows=num_rows)
     if workspace is None:
         workspace = torch.empty(size, dtype=torch.float32, device=device)
-    elif workspace.numel() < size or workspace.dtype != torch.float32:
-        raise ShapeError(
-            f"workspace: got {workspace.numel()} elements of {workspace.dtype}, "
-            f"want at least {size} of float32"
-        )
+    else:
+        check_workspace(workspace, size, torch.float32, device)
     torch.ops.saguaro.verify(
         target_logits,
         *(getattr(draft, name) for name in DRAFT_TENSORS),
