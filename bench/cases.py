@@ -25,7 +25,9 @@ from .inputs import (
     ngram_op,
     outcomes_inputs,
     outcomes_op,
+    page_promotion_inputs,
     promote_op,
+    promote_pages_op,
     promotion_inputs,
     residual_inputs,
     residual_op,
@@ -222,6 +224,19 @@ register(
         bound=lambda s, size: (
             2 * s["B"] * (s["K"] + 1) * 2 * s["layers"] * s["Hkv"] * s["D"] * size
         ),
+        launches=1,
+    )
+)
+register(
+    Case(
+        name="promote_pages",
+        summary="the same by the page table, where a page is one slot",
+        gate="tests/kernels/test_promotion.py::test_pages_of_one_slot_change_places_instead",
+        binaries=r"^promote_pages-K5$",
+        shapes=({"B": 8, "M": 24, "K": 7},),
+        inputs=page_promotion_inputs,
+        providers=_ours(promote_pages_op),
+        bound=lambda s, size: s["B"] * (4 * (s["K"] + 1) * 4 + 12),
         launches=1,
     )
 )

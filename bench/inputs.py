@@ -12,7 +12,7 @@ from saguaro_kernels import Keys, Sampling, Stream, distribution, saguaro_sample
 from saguaro_kernels.cache import SpeculationCache
 from saguaro_kernels.ngram import ngram_propose
 from saguaro_kernels.outcomes import allocate_fan_out, predict_outcomes
-from saguaro_kernels.promotion import promote_branch
+from saguaro_kernels.promotion import promote_branch, promote_pages
 from saguaro_kernels.residual import residual
 from saguaro_kernels.rng import uniform_reference
 from saguaro_kernels.tree import chain_layout, tree_layout
@@ -273,6 +273,23 @@ def promote_op(impl: str) -> Run:
         branches=x.branches,
         impl=impl,
     )
+
+
+def page_promotion_inputs(shape: Shape, dtype: torch.dtype, device: str) -> SimpleNamespace:
+    """The hit branches of B requests whose pages hold one slot each."""
+    B, M, K = shape["B"], shape["M"], shape["K"]
+    slots = 256 + K + 1 + (K + 1) * M
+    whole = lambda value: torch.full((B,), value, dtype=torch.int32, device=device)  # noqa: E731
+    return SimpleNamespace(
+        table=torch.arange(B * slots, dtype=torch.int32, device=device).view(B, slots),
+        changed=("table",),
+        lengths={"trunk_len": whole(256), "depth": whole(3), "branch": whole(M // 2)},
+        sizes={"draft_len": K, "branches": M},
+    )
+
+
+def promote_pages_op(impl: str) -> Run:
+    return lambda x: promote_pages(x.table, **x.lengths, **x.sizes, impl=impl)
 
 
 def cache_inputs(shape: Shape, dtype: torch.dtype, device: str) -> SimpleNamespace:

@@ -34,6 +34,7 @@ SMALL = {
     "tree_attention": {"B": 1, "M": 4, "K": 2, "L": 64, "Hq": 4, "Hkv": 2, "D": 32},
     "tree_attention.chain": {"B": 1, "K": 2, "L": 64, "Hq": 4, "Hkv": 2, "D": 32},
     "promote_branch": {"B": 2, "M": 4, "K": 2, "layers": 2, "Hkv": 2, "D": 32},
+    "promote_pages": {"B": 2, "M": 4, "K": 2},
     "cache_lookup": {"B": 4, "M": 4, "K": 2},
     "cache_insert": {"B": 4, "M": 4, "K": 2},
     "residual": {"R": 2, "V": 4096, "T": 0.7},
