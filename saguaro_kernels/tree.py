@@ -257,7 +257,7 @@ def chain_layout(
     check_tensor("tokens", tokens, (None, None), torch.int64)
     _check(tokens, tokens.shape, trunk_len, page_table, page_size)
     check_tensor("count", count, trunk_len.shape, (torch.int32, torch.int64), tokens.device)
-    depth = torch.empty_like(tokens, dtype=torch.int32) if out is None else out.depth
+    depth = tokens.new_empty(tokens.shape, dtype=torch.int32) if out is None else out.depth
     check_out("out.depth", depth, tokens.shape, torch.int32, tokens.device)
     out = _layout(out, tokens, 1, depth)
     torch.ops.saguaro.chain_layout(

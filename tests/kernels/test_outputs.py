@@ -104,3 +104,11 @@ def test_page_tables_and_chains_lie_in_one_piece() -> None:
             tree(wrong)
     with pytest.raises(ShapeError, match="tokens"):
         SpeculationCache(8, 4, "cpu", tokens=torch.arange(24).view(4, 6)[:, :3])
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_a_layout_of_tokens_that_do_not_lie_in_one_piece(impl: str) -> None:
+    tokens, two = torch.arange(6).view(3, 2), torch.full((2,), 2)
+    found = chain_layout(tokens.T, two, two, impl=impl)
+    for name, wanted in vars(chain_layout(tokens.T.contiguous(), two, two, impl=impl)).items():
+        assert torch.equal(getattr(found, name), wanted), name
