@@ -247,49 +247,38 @@ def chain_attention_op(impl: str) -> Run:
 
 def promotion_inputs(shape: Shape, dtype: torch.dtype, device: str) -> SimpleNamespace:
     """The hit branches of B requests in a cache of all layers."""
-    B, M, K = shape["B"], shape["M"], shape["K"]
+    M, K = shape["M"], shape["K"]
     table, pages = _pages(shape, 256 + K + 1 + (K + 1) * M, device)
     size = (2 * shape["layers"], pages, PAGE, shape["Hkv"], shape["D"])
     return SimpleNamespace(
         pages=torch.zeros(size, dtype=dtype, device=device),
         changed=("pages",),
         table=table,
-        trunk=torch.full((B,), 256, dtype=torch.int32, device=device),
-        depth=torch.full((B,), 3, dtype=torch.int32, device=device),
-        branch=torch.full((B,), M // 2, dtype=torch.int32, device=device),
-        draft_len=K,
-        branches=M,
+        hits=_hits(shape, device),
     )
 
 
 def promote_op(impl: str) -> Run:
-    return lambda x: promote_branch(
-        x.pages,
-        x.table,
-        trunk_len=x.trunk,
-        depth=x.depth,
-        branch=x.branch,
-        draft_len=x.draft_len,
-        branches=x.branches,
-        impl=impl,
-    )
+    return lambda x: promote_branch(x.pages, x.table, **x.hits, impl=impl)
 
 
 def page_promotion_inputs(shape: Shape, dtype: torch.dtype, device: str) -> SimpleNamespace:
     """The hit branches of B requests whose pages hold one slot each."""
     B, M, K = shape["B"], shape["M"], shape["K"]
     slots = 256 + K + 1 + (K + 1) * M
-    whole = lambda value: torch.full((B,), value, dtype=torch.int32, device=device)  # noqa: E731
-    return SimpleNamespace(
-        table=torch.arange(B * slots, dtype=torch.int32, device=device).view(B, slots),
-        changed=("table",),
-        lengths={"trunk_len": whole(256), "depth": whole(3), "branch": whole(M // 2)},
-        sizes={"draft_len": K, "branches": M},
-    )
+    table = torch.arange(B * slots, dtype=torch.int32, device=device).view(B, slots)
+    return SimpleNamespace(table=table, changed=("table",), hits=_hits(shape, device))
 
 
 def promote_pages_op(impl: str) -> Run:
-    return lambda x: promote_pages(x.table, **x.lengths, **x.sizes, impl=impl)
+    return lambda x: promote_pages(x.table, **x.hits, impl=impl)
+
+
+def _hits(shape: Shape, device: str) -> dict[str, Any]:
+    """A branch in the middle, after three accepted drafts, for each request."""
+    whole = lambda value: torch.full((shape["B"],), value, dtype=torch.int32, device=device)  # noqa: E731
+    lengths = {"trunk_len": whole(256), "depth": whole(3), "branch": whole(shape["M"] // 2)}
+    return lengths | {"draft_len": shape["K"], "branches": shape["M"]}
 
 
 def cache_inputs(shape: Shape, dtype: torch.dtype, device: str) -> SimpleNamespace:

@@ -192,8 +192,10 @@ def moved(value: Any, device: str) -> Any:
         return dataclasses.replace(value, **fields)
     if isinstance(value, tuple):
         return tuple(moved(item, device) for item in value)
+    if isinstance(value, dict):
+        return {name: moved(item, device) for name, item in value.items()}
     if hasattr(value, "__dict__"):
         clone = copy.copy(value)
-        clone.__dict__.update({k: moved(v, device) for k, v in vars(value).items()})
+        clone.__dict__.update(moved(vars(value), device))
         return clone
     return value

@@ -36,6 +36,8 @@ def test_inputs_are_copied_to_the_last_tensor() -> None:
     copy = measure.moved(inputs, "meta")
     assert copy.draft.sampling.temperature.device.type == "meta"
     assert copy.draft.logits.shape == inputs.draft.logits.shape
+    inputs = CASES["promote_pages"].inputs({"B": 2, "M": 4, "K": 2}, torch.float32, "cpu")
+    assert measure.moved(inputs, "meta").hits["branch"].device.type == "meta"
 
 
 def test_differences_are_found() -> None:
