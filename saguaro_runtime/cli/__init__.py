@@ -16,7 +16,10 @@ import sys
 from collections.abc import Container, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+if TYPE_CHECKING:
+    from ..config import EngineConfig
 
 # Nothing here imports torch: saguaro_kernels is imported where an error is raised or recognised.
 
@@ -179,6 +182,14 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_new_tokens: int
     group.add_argument("--max-new-tokens", type=int, default=max_new_tokens, metavar="N")
     group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     group.add_argument("--seed", type=int, default=0)
+
+
+def engine_config(args: argparse.Namespace, **options: Any) -> EngineConfig:
+    """The configuration that the options of models and engine ask for; `options` go before."""
+    from ..config import EngineConfig
+
+    names = ("method", "rule", "ranking", "k", "branches")
+    return EngineConfig(**{name: getattr(args, name) for name in names} | options)
 
 
 def add_engine_options(parser: argparse.ArgumentParser, *, k: int, branches: int) -> None:

@@ -10,7 +10,13 @@ import time
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from . import add_engine_options, add_model_options, add_sampling_options, check_models
+from . import (
+    add_engine_options,
+    add_model_options,
+    add_sampling_options,
+    check_models,
+    engine_config,
+)
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -34,16 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_models(args)
     print(f"loading {args.target}", file=sys.stderr, flush=True)
-    from saguaro_runtime import Engine, EngineConfig
+    from saguaro_runtime import Engine
 
-    config = EngineConfig(
-        method=args.method,
-        rule=args.rule,
-        ranking=args.ranking,
-        k=args.k,
-        branches=args.branches,
-        max_batch=1,
-    )
+    config = engine_config(args, max_batch=1)
     with Engine(args.target, args.draft, config) as engine, StatusLine(sys.stderr) as status:
         print(HELP, file=sys.stderr, flush=True)
         Conversation(engine, args, status).hold()

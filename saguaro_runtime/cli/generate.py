@@ -7,7 +7,13 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from . import add_engine_options, add_model_options, add_sampling_options, check_models
+from . import (
+    add_engine_options,
+    add_model_options,
+    add_sampling_options,
+    check_models,
+    engine_config,
+)
 
 if TYPE_CHECKING:
     from ..requests import Output
@@ -50,17 +56,10 @@ def run(args: argparse.Namespace) -> int:
     pictures = {"timeline": args.timeline, "plot": args.plot}
     check_pictures(**pictures)
     print(f"loading {args.target}", file=sys.stderr, flush=True)
-    from saguaro_runtime import Engine, EngineConfig, SamplingParams
+    from saguaro_runtime import Engine, SamplingParams
 
     params = SamplingParams(args.max_new_tokens, args.temperature, seed=args.seed)
-    config = EngineConfig(
-        method=args.method,
-        rule=args.rule,
-        ranking=args.ranking,
-        k=args.k,
-        branches=args.branches,
-    )
-    with Engine(args.target, args.draft, config) as engine:
+    with Engine(args.target, args.draft, engine_config(args)) as engine:
         for number, prompt in enumerate(args.prompt):
             text = sys.stdin.read() if prompt == "-" else prompt
             ids = encode(engine.tokenizer, text, chat=not args.raw)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..cli import version
+from ..cli import engine_config, version
 from ..config import EngineConfig
 from ..planner import ssd_vs_sd
 from ..policy import retry_length
@@ -63,15 +63,8 @@ def plan(args: argparse.Namespace, cores: int) -> list[Variant]:
     Plain decoding, SD and transformers' own assisted generation also run with both cores for
     whichever model is at work: that is what two cores can do without SSD.
     """
-    config = EngineConfig(
-        method="ar",
-        rule=args.rule,
-        ranking=args.ranking,
-        k=args.k,
-        branches=args.branches,
-        threads=1,
-        policy="batch_size",  # nothing changes amid the measurement
-    )
+    # policy: nothing changes amid the measurement
+    config = engine_config(args, method="ar", threads=1, policy="batch_size")
     variants = [Variant("ar", config), Variant("sd", replace(config, method="sd"))]
     if cores > 1:
         both = replace(config, threads=2, lane="inline")

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from ..metrics import Span
 from ..ngram import NgramDrafter
-from ..round import Admission, Reply, Turn
+from ..round import Admission, ChainStore, Reply, Turn
 from ..speculator import Speculator
 
 _T = TypeVar("_T")
@@ -18,9 +18,12 @@ class InlineLane:
 
     def __init__(self, speculator: Speculator | NgramDrafter) -> None:
         self.speculator = speculator
-        self.chain = speculator.chain
         self.off: str | None = None
         self.faults: list[str] = []
+
+    @property
+    def chain(self) -> ChainStore:
+        return self.speculator.chain
 
     @property
     def status(self) -> str:

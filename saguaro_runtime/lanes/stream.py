@@ -23,14 +23,15 @@ import torch
 
 from .. import transfer
 from ..metrics import Span, Timeline
-from ..round import Admission, ChainStore, Reply, Turn, allocate_on
+from ..round import ChainStore, Reply, Turn, allocate_on
 from ..speculator import Speculator
 from ..transfer import Crossing, Seat
+from .inline import InlineLane
 
 _T = TypeVar("_T")
 
 
-class StreamLane:
+class StreamLane(InlineLane):
     """Queues the drafter's work on a stream of its own.
 
     Args:
@@ -38,10 +39,11 @@ class StreamLane:
         seat, target: where the two sides work.
     """
 
+    speculator: Speculator
+
     def __init__(self, speculator: Speculator, seat: Seat, target: Seat) -> None:
-        self.speculator, self.seat = speculator, seat
-        self.off: str | None = None
-        self.faults: list[str] = []
+        super().__init__(speculator)
+        self.seat = seat
         self._own = own = speculator.chain
         rows, draft_len = own.tokens.shape
         with target.working():
@@ -59,20 +61,6 @@ class StreamLane:
         """The chains handed over last, on the target's device."""
         return self._landed[self._crossing.side]
 
-    @property
-    def status(self) -> str:
-        return self.off or "on"
-
-    @property
-    def empty(self) -> bool:
-        return False
-
-    def admit(self, admissions: list[Admission]) -> None:
-        self._try(lambda: self.speculator.admit(admissions))
-
-    def release(self, rows: list[int]) -> None:
-        self._try(lambda: self.speculator.release(rows))
-
     def next_chain(self, turn: Turn) -> Reply | None:
         """In the target's seat, which then waits for the chains; the host does not."""
         reply = self._try(lambda: self._answer(turn))
@@ -85,12 +73,6 @@ class StreamLane:
         if self._handed:
             self._crossing.done()
             self._try(self.speculator.look_ahead)
-
-    def spans(self, *, wait: bool = True) -> list[Span]:
-        return self.speculator.timeline.drain()
-
-    def close(self) -> None:
-        self.off = self.off or "closed"
 
     def _answer(self, turn: Turn) -> Reply:
         reply = self.speculator.next_chain(turn)
@@ -107,16 +89,11 @@ class StreamLane:
         return reply
 
     def _try(self, work: Callable[[], _T]) -> _T | None:
-        """Queue a part of the draft's work; if that fails, drafting ends and the target goes on."""
-        if self.off:
-            return None
-        try:
+        def queue() -> _T:
             with self.seat.working():
                 return work()
-        except Exception as error:
-            self.off = f"the draft failed: {type(error).__name__}: {error}"
-            self.faults.append(self.off)
-            return None
+
+        return super()._try(queue)
 
 
 class StreamTimeline(Timeline):

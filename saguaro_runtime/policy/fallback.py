@@ -35,23 +35,21 @@ def choose_fallback(config: EngineConfig, batch: int) -> Fallback:
 
 def retry_length(config: EngineConfig, batch: int) -> int:
     """Tokens a missed row redrafts under `choose_fallback`, 0..k."""
-    fallback = choose_fallback(config, batch)
-    if fallback is Fallback.PARTIAL_ACCEPT:
-        return 0
-    return short(config.draft_len) if fallback is Fallback.IMMEDIATE_RETRY else config.draft_len
+    return _redrafted(choose_fallback(config, batch), config.draft_len)
 
 
 def retries(config: EngineConfig, k: int) -> list[int]:
     """What a missed row may redraft under the configured fallback, of chains of k."""
     if config.reproducible:
         return [k]
-    fixed = {
-        Fallback.IMMEDIATE_RETRY.value: [short(k)],
-        Fallback.BATCHED_RETRY.value: [k],
-        Fallback.INDEPENDENT.value: [k],
-        Fallback.PARTIAL_ACCEPT.value: [0],
-    }
-    return fixed.get(config.fallback, sorted({0, short(k), k}))
+    if config.fallback == "auto":
+        return sorted({0, short(k), k})
+    return [_redrafted(Fallback(config.fallback), k)]
+
+
+def _redrafted(fallback: Fallback, k: int) -> int:
+    """Tokens a missed row redrafts, of chains of k."""
+    return {Fallback.IMMEDIATE_RETRY: short(k), Fallback.PARTIAL_ACCEPT: 0}.get(fallback, k)
 
 
 def short(k: int) -> int:

@@ -7,7 +7,7 @@ import ipaddress
 import sys
 from pathlib import Path
 
-from ..cli import add_engine_options, add_model_options, check_models
+from ..cli import add_engine_options, add_model_options, check_models, engine_config
 
 EXAMPLES = """\
   saguaro serve --target ./llama-8b --draft ./llama-1b
@@ -53,15 +53,10 @@ def run(args: argparse.Namespace) -> int:
             f'serve: {error.name} is not installed; run: pip install "saguaro-ssd[serve]"'
         ) from error
     print(f"loading {args.target}", file=sys.stderr, flush=True)
-    from ..config import EngineConfig
     from ..engine import Engine
 
-    config = EngineConfig(
-        method=args.method,
-        rule=args.rule,
-        ranking=args.ranking,
-        k=args.k,
-        branches=args.branches,
+    config = engine_config(
+        args,
         max_batch=args.max_batch,
         max_tokens=args.max_tokens,
         reproducible=args.reproducible,
