@@ -19,6 +19,7 @@ from ..cli.generate import encode
 from ..compare import Comparison, compare_texts
 from ..config import EngineConfig
 from ..engine import Engine
+from ..ngram import NGRAM
 from ..requests import Output, SamplingParams
 from .measure import Pair, Tick, measure, opened
 from .report import Variant, plan, render, summarize
@@ -147,6 +148,12 @@ def _texts(
 
 
 def _paths(args: argparse.Namespace) -> tuple[str, str]:
+    if args.draft == NGRAM:
+        raise ConfigError(
+            f"--draft {NGRAM}: the demo measures what drafting ahead is worth, and n-grams leave "
+            "nothing to draft ahead; want a model's folder (one of that name is ./ngram), or run "
+            "saguaro generate --draft ngram --stats"
+        )
     if (args.target is None) != (args.draft is None):
         raise ConfigError("--target and --draft: got one of the two, want both or neither")
     if args.target:

@@ -247,6 +247,12 @@ def test_wrong_options_are_refused_before_anything_is_fetched(
     assert "k: got 0, want an integer in 1..64" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("target", [[], ["--target", "t"]])
+def test_ngrams_are_refused_by_name(target: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", *target, "--draft", "ngram"]) == 1
+    assert "--draft ngram: the demo measures" in capsys.readouterr().err
+
+
 def report(*line: str, check: Any = ("equal", None)) -> tuple[dict[str, Any], list[Variant]]:
     variants = plan(arguments(*line), cores=2)
     speeds = {"ar": 10.0, "ar_2_threads": 16.0, "sd": 20.0, "sd_2_threads": 24.0, "ssd": 25.0}
