@@ -2,7 +2,7 @@
 
 An op writes tensors that its caller allocated, marked (a!) .. in the schema, and returns nothing:
 the fake kernel is then empty for all of them and cannot disagree with the real one. The public
-functions allocate, check, call `torch.ops.saguaro.<op>` and wrap the tensors in a dataclass. To add
+functions allocate, check, `call` the op (see `_call`) and wrap the tensors in a dataclass. To add
 an op, write its implementation `_<op>(...)`, which picks the launcher or the reference by `impl`,
 and register it.
 """
@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from ._call import IMPLEMENTATIONS
 from .cache.kernels import _cache_insert, _cache_lookup
 from .distribution import _row_stats
 from .ngram import _ngram_propose
@@ -34,6 +35,7 @@ def _register(schema: str, implementation: Callable[..., None]) -> None:
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"saguaro::{name}", lambda *_: None, lib=_LIBRARY)
+    IMPLEMENTATIONS[name] = implementation
 
 
 _register(

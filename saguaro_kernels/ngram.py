@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ._call import call
 from ._launch import Impl, check_tensor, on_device, resolve_impl
 from .distribution import PAD
 from .errors import ConfigError
@@ -170,8 +171,15 @@ def ngram_propose(
     check_tensor("length", length, (batch,), (torch.int32, torch.int64), device)
     tokens = torch.empty(batch, num_tokens, dtype=torch.int64, device=device)
     count = torch.empty(batch, dtype=torch.int32, device=device)
-    torch.ops.saguaro.ngram_propose(
-        history, length.contiguous(), max_n, min_n, resolve_impl(impl, device), tokens, count
+    call(
+        "ngram_propose",
+        history,
+        length.contiguous(),
+        max_n,
+        min_n,
+        resolve_impl(impl, device),
+        tokens,
+        count,
     )
     return tokens, count
 

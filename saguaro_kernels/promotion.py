@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ._call import call
 from ._launch import Impl, check_tensor, on_device, resolve_impl
 from .errors import ConfigError, ShapeError
 
@@ -197,7 +198,8 @@ def promote_branch(
             f"kv_pages: got strides {kv_pages.stride()}, want the last two dimensions contiguous "
             "and leading ones that merge; pass one contiguous tensor"
         ) from error
-    torch.ops.saguaro.promote_branch(
+    call(
+        "promote_branch",
         planes, page_table, trunk_len.contiguous(), depth.contiguous(), branch.contiguous(),
         draft_len, branches, resolve_impl(impl, device),
     )  # fmt: skip
@@ -289,7 +291,8 @@ def promote_pages(
     """
     check_tensor("page_table", page_table, (None, None), torch.int32, contiguous_last=True)
     _check_lengths(page_table, trunk_len, depth, branch, draft_len, branches)
-    torch.ops.saguaro.promote_pages(
+    call(
+        "promote_pages",
         page_table, trunk_len.contiguous(), depth.contiguous(), branch.contiguous(),
         draft_len, branches, resolve_impl(impl, page_table.device),
     )  # fmt: skip

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ._call import call
 from ._launch import FLOATS, Impl, check_tensor, on_device, resolve_impl
 from .distribution import Sampling, Status, clean_reference, log_prob_reference, row_stats_reference
 from .distribution.launch import _units, row_cutoff_launch
@@ -343,7 +344,8 @@ def residual(
         torch.empty(rows, device=device, dtype=torch.float32),
         torch.empty(rows, device=device, dtype=torch.int32),
     )
-    torch.ops.saguaro.residual(
+    call(
+        "residual",
         target_logits, draft_logits, *vars(target_sampling).values(),
         *vars(draft_sampling).values(), scale, resolve_impl(impl, device),
         out.probs, out.mass, out.status,

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ._call import call
 from ._launch import Impl, check_out, check_tensor, on_device, resolve_impl
 from .distribution import PAD
 from .errors import ConfigError, ShapeError
@@ -222,7 +223,8 @@ def tree_layout(
     check_tensor("depth", depth, (None, None), torch.int32)
     _check(tokens, depth.shape, trunk_len, page_table, page_size)
     out = _layout(out, tokens, draft_len + 1, depth)
-    torch.ops.saguaro.tree_layout(
+    call(
+        "tree_layout",
         depth.contiguous(), tokens.contiguous(), trunk_len.contiguous(), page_table, draft_len,
         page_size, resolve_impl(impl, tokens.device),
         out.ids, out.positions, out.slots, out.physical,
@@ -260,7 +262,8 @@ def chain_layout(
     depth = tokens.new_empty(tokens.shape, dtype=torch.int32) if out is None else out.depth
     check_out("out.depth", depth, tokens.shape, torch.int32, tokens.device)
     out = _layout(out, tokens, 1, depth)
-    torch.ops.saguaro.chain_layout(
+    call(
+        "chain_layout",
         tokens.contiguous(), count.contiguous(), trunk_len.contiguous(), page_table, page_size,
         resolve_impl(impl, tokens.device),
         out.ids, out.positions, out.slots, out.physical, out.depth,

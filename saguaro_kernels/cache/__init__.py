@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import torch
 
+from .._call import call
 from .._launch import Impl, check_out, check_tensor, resolve_impl
 from ..errors import ConfigError
 from .kernels import compile_cases
@@ -97,7 +98,8 @@ class SpeculationCache:
         """
         self._check(uid, base, accepted, extra, generation)
         check_tensor("slot", slot, uid.shape, _INTEGERS, uid.device)
-        torch.ops.saguaro.cache_insert(
+        call(
+            "cache_insert",
             self.buckets, self.key_rows, self.dropped,
             *(value.contiguous() for value in (uid, base, accepted, extra, slot)),
             *_split_generation(generation),
@@ -127,7 +129,8 @@ class SpeculationCache:
             torch.empty(batch, dtype=torch.int32, device=uid.device),
             torch.empty(batch, width, dtype=torch.int64, device=uid.device),
         )
-        torch.ops.saguaro.cache_lookup(
+        call(
+            "cache_lookup",
             self.buckets, self.key_rows, self.tokens,
             *(value.contiguous() for value in (uid, base, accepted, extra)),
             *_split_generation(generation),

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from .._call import call
 from .._launch import FLOATS, Impl, check_out, check_tensor, resolve_impl
 from ..errors import ShapeError
 from .contract import MIN_TEMPERATURE, PAD, RowStats, Sampling, Status
@@ -99,7 +100,8 @@ def row_stats(
         for name, tensor in vars(out).items():
             dtype = kinds.get(name, torch.float32)
             check_out(f"out.{name}", tensor, logits.shape[:1], dtype, logits.device)
-    torch.ops.saguaro.row_stats(
+    call(
+        "row_stats",
         logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, bias,
         implementation, out.max, out.lse, out.cutoff, out.argmax, out.cutoff_id, out.status,
         out.log_sum,

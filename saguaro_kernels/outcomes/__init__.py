@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import torch
 
+from .._call import call
 from .._launch import FLOATS, Impl, check_out, check_tensor, resolve_impl
 from ..distribution import Sampling
 from ..errors import ConfigError, ShapeError
@@ -141,7 +142,8 @@ def predict_outcomes(
             ("score", torch.float32),
         ):
             check_out(f"out.{name}", getattr(out, name), (batch, branches), dtype, device)
-    torch.ops.saguaro.predict_outcomes(
+    call(
+        "predict_outcomes",
         draft_logits, draft_tokens.contiguous(), num_draft.contiguous(),
         sampling.temperature.contiguous(), keys.seed.contiguous(), keys.base.contiguous(),
         fan_out, *(None if v is None else v.contiguous() for v in (accept_prob, cutoff)), bias,

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .._call import call
 from .._launch import Impl, check_tensor, on_device, resolve_impl
 from ..errors import ConfigError, DTypeError, ShapeError
 
@@ -123,7 +124,8 @@ def allocate_fan_out(
     elif not r >= 0:
         raise ConfigError(f"r: got {r}, want >= 0")
     out = torch.empty_like(accept_hist, dtype=torch.int32, memory_format=torch.contiguous_format)
-    torch.ops.saguaro.allocate_fan_out(
+    call(
+        "allocate_fan_out",
         accept_hist.contiguous(), branches, device_r, 0.0 if device_r is not None else r,
         resolve_impl(impl, accept_hist.device), out,
     )  # fmt: skip

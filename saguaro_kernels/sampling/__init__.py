@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .._call import call
 from .._launch import Impl, check_out, check_tensor, check_workspace, resolve_impl
 from ..distribution import Sampling, check_per_row, check_rows, contiguous, copy_fields
 from ..distribution.launch import MAX_LIST, Draw, ScanOutputs, row_scan_launch, scan_workspace_size
@@ -116,7 +117,8 @@ def saguaro_sample(
     if workspace is not None:
         size = sample_workspace_size(logits.shape[0], logits.shape[1], top_f, scale_f)
         check_workspace(workspace, size, torch.int64, logits.device)
-    torch.ops.saguaro.saguaro_sample(
+    call(
+        "saguaro_sample",
         logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, keys.seed,
         keys.base, offsets, 0 if offsets is not None else int(offset), int(stream), scale_f,
         downweight, bias, ids, implementation, *vars(out).values(), workspace,

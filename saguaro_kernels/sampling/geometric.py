@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .._call import call
 from .._launch import Impl, on_device, resolve_impl
 from ..distribution import Sampling, check_rows, log_prob_reference, row_stats
 from ..distribution.reference import clean_reference
@@ -160,7 +161,8 @@ def sample_geometric(
         draft_sampling=draft_sampling, impl=implementation,
     ).probs  # fmt: skip
     stats = row_stats(draft_logits, draft_sampling, impl=implementation)
-    torch.ops.saguaro.geometric_row(
+    call(
+        "geometric_row",
         draft_logits, draft_sampling.temperature, stats.cutoff, stats.cutoff_id, stats.max,
         stats.log_sum, implementation, log_row,
     )  # fmt: skip

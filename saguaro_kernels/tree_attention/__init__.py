@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import torch
 
+from .._call import call
 from .._launch import FLOATS, Impl, check_out, check_tensor, check_workspace, resolve_impl
 from ..errors import ConfigError, DTypeError, ShapeError
 from .launch import (
@@ -113,7 +114,8 @@ def tree_attention(
     if out is None:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
     on_host = not isinstance(step, torch.Tensor)
-    torch.ops.saguaro.tree_attention(
+    call(
+        "tree_attention",
         query, key_pages, value_pages, page_table, trunk_len.contiguous(), depth.contiguous(),
         None if on_host else step, draft_len, step if on_host else 0, scale, softcap or 0.0,
         window or 0, chosen, out, workspace,

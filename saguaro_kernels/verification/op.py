@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .._call import call
 from .._launch import FLOATS, Impl, check_out, check_tensor, check_workspace, resolve_impl
 from ..distribution import Sampling
 from ..errors import ConfigError, ShapeError
@@ -58,7 +59,8 @@ def run(
         workspace = torch.empty(size, dtype=torch.float32, device=device)
     else:
         check_workspace(workspace, size, torch.float32, device)
-    torch.ops.saguaro.verify(
+    call(
+        "verify",
         target_logits,
         *(getattr(draft, name) for name in DRAFT_TENSORS),
         None if draft.sampling is None else draft.sampling.temperature,
