@@ -6,6 +6,19 @@ from typing import Any
 
 from . import outside
 from .inputs import (
+    geometric_inputs,
+    geometric_op,
+    outcomes_inputs,
+    outcomes_op,
+    residual_inputs,
+    residual_op,
+    rows_inputs,
+    sample_op,
+    stats_op,
+    verify_inputs,
+    verify_op,
+)
+from .inputs_slots import (
     attention_inputs,
     attention_op,
     cache_inputs,
@@ -15,27 +28,16 @@ from .inputs import (
     chain_layout_op,
     fan_out_inputs,
     fan_out_op,
-    geometric_inputs,
-    geometric_op,
     insert_op,
     layout_inputs,
     layout_op,
     lookup_op,
     ngram_inputs,
     ngram_op,
-    outcomes_inputs,
-    outcomes_op,
     page_promotion_inputs,
     promote_op,
     promote_pages_op,
     promotion_inputs,
-    residual_inputs,
-    residual_op,
-    rows_inputs,
-    sample_op,
-    stats_op,
-    verify_inputs,
-    verify_op,
 )
 from .registry import Case, Shape, register
 

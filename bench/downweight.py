@@ -88,8 +88,8 @@ def main(arguments: Sequence[str]) -> int:
     print(render(rows))
     if options.json:
         settings: dict[str, Any] = {"k": K, "branches": BRANCHES, "rule": "token", "T": 1.0}
-        data = {"machine": report.machine(), "settings": settings}
-        data["rows"] = [asdict(row) for row in rows]
+        data = {"machine": report.machine(), "settings": settings,
+                "rows": [asdict(row) for row in rows]}  # fmt: skip
         options.json.write_text(json.dumps(data, indent=1) + "\n")
     blind = [row for row in rows if row.ranking == "probability"]
     least, most = min(blind, key=_factor), max(blind, key=_factor)

@@ -82,7 +82,7 @@ def methods(k: int, branches: int) -> list[Variant]:
 
 def options(ssd: EngineConfig) -> list[Variant]:
     """SSD with one thing changed."""
-    values = {
+    values: dict[str, tuple[Any, ...]] = {
         "rule": ("token", "coupled"),
         "ranking": ("probability",),
         "fallback": tuple(its.value for its in Fallback),
@@ -220,8 +220,8 @@ def run(
 
 def render(rows: Sequence[Row]) -> str:
     """One line per variant and cell, then what "auto" did."""
-    headers = ("T", "batch", "variant", "tokens/s", "vs AR", "vs SD", "Theorem 7", "accepted")
-    headers += ("hit rate", "overlap", "tokens/s/core", "same texts")
+    headers = ("T", "batch", "variant", "tokens/s", "vs AR", "vs SD", "Theorem 7", "accepted",
+               "hit rate", "overlap", "tokens/s/core", "same texts")  # fmt: skip
     lines = [
         (f"{row.temperature:g}", str(row.batch), row.variant, f"{row.tokens_per_s:.1f}")
         + (_spread(row.vs_ar), _spread(row.vs_sd))
@@ -315,7 +315,7 @@ def main(arguments: Sequence[str]) -> int:
     from saguaro_runtime.demo.cli import load
     from saguaro_runtime.demo.model import load_pair
 
-    paths = (options.target, options.draft) if options.target else load_pair()
+    target, draft = (options.target, options.draft) if options.target else load_pair()
     dtype = faster_dtype()
     names = ("target", "draft", "quick", "batches", "tokens", "k", "branches")
     settings = {name: getattr(options, name) for name in names} | {"dtype": dtype}
@@ -325,7 +325,7 @@ def main(arguments: Sequence[str]) -> int:
         before = json.loads(options.json.read_text())
         if all(before.get(name) == found[name] for name in found):
             rows = read(options.json)[1]
-    pair = load(*paths, dtype)
+    pair = load(target, draft, dtype)
     both = zip(chat_prompts(pair.tokenizer, 8), code_prompts(pair.tokenizer, 8), strict=True)
     prompts = list(itertools.chain.from_iterable(both))
     for measured in run(pair, prompts, options, {(row.temperature, row.batch) for row in rows}):

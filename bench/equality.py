@@ -25,9 +25,11 @@ from typing import Any
 import torch
 import transformers
 
+from saguaro_kernels._launch import Impl
 from saguaro_kernels.errors import ConfigError
 from saguaro_runtime import Engine, EngineConfig, Output, SamplingParams
 from saguaro_runtime.compare import Comparison, compare_texts
+from saguaro_runtime.config import Method
 
 from .report import machine
 
@@ -92,13 +94,13 @@ class Equality:
         tokens: int,
         *,
         batch: int = 1,
-        impl: str = "auto",
+        impl: Impl = "auto",
     ) -> None:
         self.target, self.draft, self.prompts, self.tokens = target, draft, prompts, tokens
         self.batch = batch
         self.config = EngineConfig(k=4, branches=20, rule="token", reproducible=True, impl=impl)
 
-    def run(self, method: str, temperature: float, batch: int = 1) -> list[Output]:
+    def run(self, method: Method, temperature: float, batch: int = 1) -> list[Output]:
         config = dataclasses.replace(self.config, method=method, max_batch=batch)
         with Engine(self.target, self.draft, config) as engine:
             return engine.generate(self.prompts, self.params(temperature))

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from saguaro_kernels._launch import Impl
 from saguaro_runtime import Engine, EngineConfig, SamplingParams
 from saguaro_runtime.expectations import Predictor
 from saguaro_runtime.round import Reply, Turn
@@ -95,7 +96,7 @@ def measure_rates(
     branches: int,
     batch: int,
     min_rounds: int,
-    impl: str = "reference",
+    impl: Impl = "reference",
 ) -> list[dict[str, Any]]:
     """One cell per ranking and allocation: rounds that could hit, and those that did.
 

@@ -34,11 +34,11 @@ class Outside(NamedTuple):
 
 def providers(kind: str) -> dict[str, Run]:
     """Those that can run cases of this kind here, by label."""
-    return {
-        its.label: lambda x, its=its: its.run(x, kind)
-        for its in KNOWN
-        if kind in its.kinds and _installed(its.module)
-    }
+
+    def bound(its: Outside) -> Run:
+        return lambda x: its.run(x, kind)
+
+    return {its.label: bound(its) for its in KNOWN if kind in its.kinds and _installed(its.module)}
 
 
 def missing() -> list[str]:

@@ -23,12 +23,14 @@ from . import report
 def configs(k: int, fan_out: int) -> dict[str, Any]:
     """AR, SD and SSD as the authors ran them."""
     from saguaro_runtime import EngineConfig
+    from saguaro_runtime.config import Method
 
-    common = {
+    common: dict[str, Any] = {
         "k": k, "branches": fan_out * (k + 1), "allocation": "uniform", "ranking": "probability",
         "rule": "token", "fallback": "batched_retry", "max_batch": 1,
     }  # fmt: skip
-    return {name: EngineConfig(method=name.lower(), **common) for name in ("AR", "SD", "SSD")}
+    methods: tuple[Method, ...] = ("ar", "sd", "ssd")
+    return {its.upper(): EngineConfig(method=its, **common) for its in methods}
 
 
 def measure(
@@ -68,8 +70,8 @@ def render(pair: Any, found: Mapping[str, Mapping[str, Any]], same: bool) -> str
         )
         for name in found
     ]
-    headers = ("method", "published", "here", "vs AR, published", "here", "vs SD, published")
-    headers += ("here", "tokens/round", "hit rate")
+    headers = ("method", "published", "here", "vs AR, published", "here", "vs SD, published",
+               "here", "tokens/round", "hit rate")  # fmt: skip
     verdict = "texts of the methods: " + ("the same" if same else "NOT the same")
     return f"{report.table(headers, rows)}\n{verdict}"
 

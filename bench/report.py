@@ -68,8 +68,8 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def traffic_table(results: Sequence[Result], machine: str) -> str:
     """What a run without a GPU prints."""
-    headers = ("case", "provider", "shape", "launches", "syncs", "MB read", "MB written")
-    headers += ("MB bound", "ratio", "within bound", "predicted us")
+    headers = ("case", "provider", "shape", "launches", "syncs", "MB read", "MB written",
+               "MB bound", "ratio", "within bound", "predicted us")  # fmt: skip
     rows = []
     for r in results:
         mb = [None if b is None else b / 1e6 for b in (r.bytes_read, r.bytes_written)]
@@ -88,8 +88,8 @@ def traffic_table(results: Sequence[Result], machine: str) -> str:
 
 def time_table(results: Sequence[Result], roof: float, floor_us: float) -> str:
     """What a run on a GPU prints."""
-    headers = ("case", "provider", "shape", "p20 us", "p50 us", "p80 us", "GB/s", "% of roof")
-    headers += ("launches",)
+    headers = ("case", "provider", "shape", "p20 us", "p50 us", "p80 us", "GB/s", "% of roof",
+               "launches")  # fmt: skip
     rows = [
         (r.case, r.provider, r.shape, r.p20_us, r.p50_us, r.p80_us, r.gb_per_s)
         + (r.percent_of_roof, r.launches)
@@ -114,7 +114,9 @@ def peer_rows(results: Sequence[Result]) -> tuple[Sequence[str], list[tuple]]:
     rows = []
     for r in results:
         rule = r.case.partition(".")[2].partition("-")[0]
-        if not r.case.startswith("verify.") or r.provider != "ours" or r.bytes_read is None:
+        if not r.case.startswith("verify.") or r.provider != "ours":
+            continue
+        if r.bytes_read is None or r.bytes_written is None:
             continue
         if not r.shape.startswith("B1-K7-V128256"):
             continue

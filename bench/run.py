@@ -21,7 +21,7 @@ from . import (  # noqa: F401  cases registers them
     report,
     timing,
 )
-from .registry import CASES, Case, select
+from .registry import CASES, Case, Shape, select
 from .systems import SYSTEM, System
 
 
@@ -86,7 +86,7 @@ def kernels(options: argparse.Namespace, *, beside_peers: bool = False) -> int:
 
 
 def _measure(case: Case, options: argparse.Namespace, roof: float | None) -> list[report.Result]:
-    shapes = [parse_shape(text) for text in options.shapes or ()]
+    shapes: list[Shape] = [parse_shape(text) for text in options.shapes or ()]
     shapes = shapes or list(case.shapes[: case.quick] if options.quick else case.shapes)
     dtype = getattr(torch, options.dtype) if options.dtype else case.dtype
     known = measure.with_compiled(case) if roof else dict(case.providers)

@@ -171,8 +171,8 @@ def _hit_rates(ran: Ran) -> tuple[float, float]:
 
 def render(rows: Sequence[Row]) -> str:
     """The table, and what to hold it against."""
-    headers = ("case", "ratio", "within", "measured", "predicted", "expected", "hit rates")
-    headers += ("tokens/round",)
+    headers = ("case", "ratio", "within", "measured", "predicted", "expected", "hit rates",
+               "tokens/round")  # fmt: skip
     lines = [
         (row.case, row.ratio, row.ok, row.measured, row.predicted, row.expected)
         + (", ".join(f"{rate:.2f}" for rate in row.hit_rates), row.tokens_per_round)

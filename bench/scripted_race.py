@@ -83,7 +83,7 @@ def race(
 
 
 def _engine(laws: Sequence[Any], delays: Delays, batch: int, options: dict[str, Any]) -> Engine:
-    sizes = {"rows": batch, "slots": 2048}
+    sizes: dict[str, Any] = {"rows": batch, "slots": 2048}
     target = ScriptedModel(laws[0], extend_s=delays.verify_s, **sizes)
     draft = ScriptedModel(laws[1], extend_s=delays.step_s, tree_s=delays.tree_s, **sizes)
     common: dict[str, Any] = {

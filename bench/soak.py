@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from saguaro_runtime import Engine, EngineConfig, SamplingParams
+from saguaro_runtime.lanes.process import ProcessLane
 from saguaro_runtime.models.scripted import ScriptedModel
 
 VOCAB, ROWS = 8, 4
@@ -62,7 +63,7 @@ def _soak(rounds: int, kills: int, seed: int, verify_s: float) -> dict[str, Any]
                 engine.cancel(running[-1])
             engine.step()
             killer.may_kill(kills)
-            pids.add(engine.lane.pid)
+            pids.add(_pid(engine))
             for request in [its for its in running if its.finish_reason is not None]:
                 running.remove(request)
                 text = wanted.text(tuple(request.prompt), request.params)
@@ -86,6 +87,12 @@ def _soak(rounds: int, kills: int, seed: int, verify_s: float) -> dict[str, Any]
         "processes_left": len(left),
         "memory_grown_kib": grown,
     }
+
+
+def _pid(engine: Engine) -> int:
+    """Of its draft process."""
+    assert isinstance(engine.lane, ProcessLane)
+    return engine.lane.pid
 
 
 class _Wanted:
@@ -116,7 +123,7 @@ class _Killer:
         lane = self._engine.lane
         if not planned and self.count < most and lane is not None and lane.status == "on":
             wait_s = self._dice.expovariate(1 / self._every_s)
-            self._timer = threading.Timer(wait_s, self._kill, [lane.pid])
+            self._timer = threading.Timer(wait_s, self._kill, [_pid(self._engine)])
             self._timer.daemon = True
             self._timer.start()
 

@@ -13,7 +13,8 @@ import torch
 
 from bench import __main__ as command
 from bench import outside
-from bench.inputs import chain_attention_inputs, chain_attention_op, rows_inputs, verify_inputs
+from bench.inputs import rows_inputs, verify_inputs
+from bench.inputs_slots import chain_attention_inputs, chain_attention_op
 from saguaro_kernels import compat
 from saguaro_runtime.integrations import sglang, vllm
 
