@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from saguaro_kernels.cache import fit_cache_size
-from saguaro_kernels.errors import ConfigError, UnsupportedError
+from saguaro_kernels.errors import ConfigError
 
 from .config import EngineConfig
+from .devices import check_loaded, check_pair, device_of_model, places
 from .lanes import InlineLane, Lane, ProcessLane, StreamLane, StreamTimeline
 from .metrics import Timeline
 from .models import Model, as_model
@@ -43,17 +44,19 @@ class Built:
 def build_target(target: Any, config: EngineConfig, tokenizer: Any = None) -> Built:
     """Load and wrap the target; its tokenizer too where only a path is given."""
     if isinstance(target, str | Path):
+        place = places(config).target
         from transformers import AutoTokenizer
 
         from .models.gguf_folder import folder_of
         from .models.transformers import load_model
 
         path = folder_of(str(target))
-        target = load_model(path)
+        target = load_model(path, device=place)
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(path)
     tokens = config.max_tokens + config.max_batch * _PAGE
-    device = _device_of("target", target)
-    on_stream = device.type == "cuda" and _lane_on(device, config) == "stream"
+    device = device_of_model("target", target)
+    check_loaded("device", config.device, device)
+    on_stream = device.type == "cuda" and lane_on(device, config) == "stream"
     seat = Seat(device, own_stream=on_stream)
     with seat.working():  # what is made here is used, and freed, in the seat's order
         model = as_model(target, rows=config.max_batch, tokens=tokens, impl=config.impl)
@@ -125,10 +128,11 @@ def build_lane(draft: Any, target: Built, config: EngineConfig) -> Lane | None:
 
         path = folder_of(str(draft))
         check_same_tokenizer(path, target.tokenizer)
-        draft = load_draft(path, target.source)
-    device = _device_of("draft", draft)
-    lane_name = _lane_on(target.model.device, config)
-    _check_pair(device, target.model.device, lane_name)
+        draft = load_draft(path, target.source, device=places(config, target.model.device).draft)
+    device = device_of_model("draft", draft)
+    check_loaded("draft_device", config.draft_device, device)
+    lane_name = lane_on(target.model.device, config)
+    check_pair(device, target.model.device, lane_name)
     draft_vocab, ids = _vocabulary(draft)
     if ids is not None and int(ids[-1]) >= target.model.vocab_size:
         raise ConfigError(
@@ -200,32 +204,11 @@ def timeline_on(device: torch.device, lane: str) -> Timeline:
     return Timeline(lane) if device.type == "cpu" else StreamTimeline(lane, device)
 
 
-def _lane_on(device: torch.device, config: EngineConfig) -> str:
+def lane_on(device: torch.device, config: EngineConfig) -> str:
     """The lane for a target on `device`."""
     if device.type == "cpu":
         return choose_lane(config)
     return "stream" if config.lane == "auto" else config.lane
-
-
-def _device_of(name: str, model: Any) -> torch.device:
-    device = torch.device(model.device)
-    if device.type not in ("cpu", "cuda"):
-        raise UnsupportedError(
-            f"{name}: lies on {device}; the runtime runs models on the CPU or on CUDA GPUs, so "
-            "move it with .to('cpu') or .to('cuda')"
-        )
-    return device
-
-
-def _check_pair(draft: torch.device, target: torch.device, lane: str) -> None:
-    where = f"draft on {draft}, target on {target}"
-    if draft.type != target.type:
-        raise ConfigError(f"{where}: want both on the CPU, or both on GPUs; move one with .to()")
-    wanted = ("process", "inline") if draft.type == "cpu" else ("stream", "inline")
-    if lane not in wanted:
-        raise ConfigError(f"lane: got {lane!r} with the {where}, want one of {wanted}")
-    if lane == "inline" and draft != target:
-        raise ConfigError(f"lane: got 'inline' with the {where}, want 'stream' for two devices")
 
 
 def _vocabulary(draft: Any) -> tuple[int, torch.Tensor | None]:

@@ -69,6 +69,10 @@ class EngineConfig:
         lane: where the draft runs; "inline": here, in turn with the target; "process": a second
             process (models on the CPU); "stream": a CUDA stream of its own beside the target's, on
             one GPU or on two. "auto" is "stream" for models on a GPU.
+        device, draft_device: where models given by path go: "cpu", "cuda", "cuda:1", or "auto", a
+            GPU for the target and another for the draft where there are two. None is the CPU, and
+            for a draft the target's device, or "auto" if `device` is. Loaded models stay where
+            they are.
         max_batch: most requests decoded at once.
         max_tokens: key-value slots of all requests together, prompts included.
         memory_limit: bytes for the logits of all branches, None for no limit. Where they do not
@@ -99,6 +103,8 @@ class EngineConfig:
     memory_limit: int | None = None
     reproducible: bool = False
     lane: str = "auto"
+    device: str | None = None
+    draft_device: str | None = None
     max_batch: int = 8
     max_tokens: int = 16384
     prefill_chunk: int = 512

@@ -161,6 +161,19 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--draft", metavar="PATH", help="same vocabulary; or ngram: no model")
     parser.add_argument("--method", choices=("ar", "sd", "ssd"), default="ssd")
+    add_device_options(parser)
+
+
+def add_device_options(parser: argparse.ArgumentParser) -> None:
+    """Where the models go."""
+    parser.add_argument(
+        "--device",
+        metavar="NAME",
+        help="cpu (default), cuda, cuda:1, or auto: a GPU for each model, as far as there are any",
+    )
+    parser.add_argument(
+        "--draft-device", metavar="NAME", help="default: as --device; another GPU if that is auto"
+    )
 
 
 def check_models(args: argparse.Namespace) -> None:
@@ -188,7 +201,7 @@ def engine_config(args: argparse.Namespace, **options: Any) -> EngineConfig:
     """The configuration that the options of models and engine ask for; `options` go before."""
     from ..config import EngineConfig
 
-    names = ("method", "rule", "ranking", "k", "branches")
+    names = ("method", "rule", "ranking", "k", "branches", "device", "draft_device")
     return EngineConfig(**{name: getattr(args, name) for name in names} | options)
 
 

@@ -13,21 +13,27 @@ import torch
 
 from saguaro_kernels.errors import ConfigError, SaguaroError
 
-from ..build import choose_lane
+from ..build import choose_lane, lane_on
 from ..config import EngineConfig
 from ..demo.model import find_pair
 from ..demo.report import versions
+from ..devices import places
+from . import add_device_options
+
+_DEFAULT = EngineConfig()
 
 EXAMPLES = """\
   saguaro doctor
   saguaro doctor --json
   saguaro doctor --target ./llama-8b --draft ./llama-1b      loads both and tries them together
+  saguaro doctor --target ./llama-8b --draft ./llama-1b --device auto      on GPUs
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", metavar="PATH", help="folder or hub name of a model to try")
     parser.add_argument("--draft", metavar="PATH", help="the draft to go with it")
+    add_device_options(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -36,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--target and --draft: got one of the two, want both or neither")
     report = examine()
     if args.target:
-        report["speculation"] = try_pair(args.target, args.draft)
+        config = EngineConfig(device=args.device, draft_device=args.draft_device)
+        report["speculation"] = try_pair(args.target, args.draft, config)
     print(json.dumps(report, indent=2) if args.json else render(report))
     return 0 if report["speculation"]["active"] else 1
 
@@ -60,6 +67,7 @@ def examine() -> dict[str, Any]:
         ],
         "implementation": {kind: implementation(kind) for kind in ("cpu", *["cuda"][: len(gpus)])},
         "lane": lane,
+        "on_gpus": _on_gpus() if gpus else None,
         "speculation": _speculation(lane),
         "demo_models": list(find_pair() or ()),
     }
@@ -95,12 +103,12 @@ def faster_dtype(rows: int = 5, repeats: int = 15) -> str:
     return min(best, key=lambda name: best[name])
 
 
-def try_pair(target: str, draft: str) -> dict[str, Any]:
+def try_pair(target: str, draft: str, config: EngineConfig = _DEFAULT) -> dict[str, Any]:
     """Load the pair, decode a few tokens with it, and say whether it speculated."""
     from .. import Engine, SamplingParams
 
     try:
-        with Engine(target, draft, EngineConfig()) as engine:
+        with Engine(target, draft, config) as engine:
             engine.generate([[0]], SamplingParams(max_new_tokens=8, ignore_eos=True))
             state = engine.stats()["speculation"]
     except SaguaroError as error:
@@ -136,8 +144,9 @@ def render(report: dict[str, Any]) -> str:
     for kind, name in report["implementation"].items():
         lines.append((f"kernels on {kind}", name))
     lines.append(("lane", report["lane"]))
-    if report["gpus"]:
-        lines.append(("lane on gpus", "stream"))
+    if found := report["on_gpus"]:
+        where = f"with --device auto; target on {found['target']}, draft on {found['draft']}"
+        lines.append(("lane on gpus", f"{found['lane']}, {where}"))
     lines.append(
         ("speculation", f"{'on' if speculation['active'] else 'off'}: {speculation['why']}")
     )
@@ -156,6 +165,13 @@ def _speculation(lane: str) -> dict[str, Any]:
     else:
         why = "a second process drafts while the target verifies"
     return {"active": True, "why": why}
+
+
+def _on_gpus() -> dict[str, str]:
+    """The lane and the devices of `--device auto`."""
+    config = EngineConfig(device="auto")
+    target, draft = places(config)
+    return {"lane": lane_on(target, config), "target": str(target), "draft": str(draft)}
 
 
 def _gpu(index: int) -> dict[str, Any]:

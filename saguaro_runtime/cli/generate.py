@@ -26,6 +26,7 @@ EXAMPLES = """\
   saguaro generate --target ./llama-8b --draft ngram --prompt "Repeat this: .."
   saguaro generate --target ./llama-8b --draft ./llama-1b --prompt "Hello" --json | jq .usage
   saguaro generate --target ./llama-8b --draft ./llama-1b --prompt "Hello" --plot rounds.png
+  saguaro generate --target ./llama-8b --draft ./llama-1b --prompt "Hello" --device auto
 """
 
 

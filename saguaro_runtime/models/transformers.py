@@ -9,6 +9,7 @@ that one op.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -328,8 +329,13 @@ def _attention_implementation(model: PreTrainedModel) -> Iterator[None]:
         config._attn_implementation = before
 
 
-def load_model(path: str, dtype: torch.dtype | None = None, **options: Any) -> PreTrainedModel:
-    """Load a transformers folder or hub name for inference.
+def load_model(
+    path: str,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    **options: Any,
+) -> PreTrainedModel:
+    """Load a transformers folder or hub name for inference, on the CPU unless told otherwise.
 
     Raises:
         ConfigError: there is nothing to load at `path`.
@@ -342,19 +348,30 @@ def load_model(path: str, dtype: torch.dtype | None = None, **options: Any) -> P
         raise ConfigError(
             f"model {path!r}: cannot be loaded ({error}); want a transformers folder or a hub name"
         ) from error
-    model.eval()
-    return model
+    return _placed(model, device)
 
 
 def load_draft(
-    path: str, target: PreTrainedModel, dtype: torch.dtype | None = None
+    path: str,
+    target: PreTrainedModel,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
 ) -> PreTrainedModel:
-    """Load a draft; where its folder says so, embedding and head are the target's own tensors."""
+    """Load a draft; where its folder says so, embedding and head are the target's own tensors.
+
+    device: where it goes, by default the CPU, or beside the tensors it shares; on another device
+    than the target's it has copies of them.
+    """
     marker = Path(path) / "config.json"
     if not marker.is_file() or not json.loads(marker.read_text()).get(SHARED_EMBEDDINGS):
-        return load_model(path, dtype)
+        return load_model(path, dtype, device)
     config = AutoConfig.from_pretrained(path)
-    embedding: Any = target.get_input_embeddings()
+    shared: Any = torch.nn.ModuleList(
+        (target.get_input_embeddings(), target.get_output_embeddings())
+    )
+    if device not in (None, target.device):  # to move them would move the target's
+        shared = copy.deepcopy(shared).to(device)
+    embedding, head = shared
     wanted = (config.vocab_size, config.hidden_size)
     if tuple(embedding.weight.shape) != wanted:
         raise ConfigError(
@@ -363,7 +380,7 @@ def load_draft(
         )
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype or target.dtype)
     model.set_input_embeddings(embedding)
-    model.set_output_embeddings(target.get_output_embeddings())
+    model.set_output_embeddings(head)
     weights: dict[str, torch.Tensor] = {}
     for file in sorted(Path(path).glob("*.safetensors")):
         weights |= load_file(file)
@@ -376,8 +393,13 @@ def load_draft(
         )
     if ids is not None:
         restrict_vocab(model, ids)
-    model.eval()
-    return model
+    return _placed(model, device or target.device)
+
+
+def _placed(model: Any, device: torch.device | None) -> PreTrainedModel:
+    """The model on `device`, for inference."""
+    its: PreTrainedModel = model.eval() if device is None else model.eval().to(device)
+    return its
 
 
 def check_same_tokenizer(draft_path: str, tokenizer: Any) -> None:

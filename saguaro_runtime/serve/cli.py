@@ -12,6 +12,7 @@ from ..cli import add_engine_options, add_model_options, check_models, engine_co
 EXAMPLES = """\
   saguaro serve --target ./llama-8b --draft ./llama-1b
   saguaro serve --target ./llama-8b --draft ./llama-1b --port 8001 --max-batch 16
+  saguaro serve --target ./llama-8b --draft ./llama-1b --device cuda:0 --draft-device cuda:1
   saguaro serve --target ./llama-8b --draft ./llama-1b --host 0.0.0.0 --api-key @key.txt
   curl http://127.0.0.1:8000/v1/completions -H "Content-Type: application/json" \\
       -d '{"prompt": "Once upon a time", "max_tokens": 32, "stream": true}'

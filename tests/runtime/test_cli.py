@@ -92,7 +92,7 @@ def test_completion_in_a_shell(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert cli.main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
     assert set(complete("saguaro ", script)) >= {*cli.COMMANDS, "bench"}
-    assert complete("saguaro generate --dra", script) == ["--draft"]
+    assert complete("saguaro generate --dra", script) == ["--draft", "--draft-device"]
     assert complete("saguaro generate --method s", script) == ["sd", "ssd"]
     (tmp_path / "model").mkdir()
     assert complete(f"saguaro chat --target {tmp_path}/mo", script) == [f"{tmp_path}/model"]

@@ -69,6 +69,9 @@ def test_gpus_and_who_can_reach_whom(monkeypatch: pytest.MonkeyPatch) -> None:
     text = doctor.render(report)
     assert "H100, 80 GiB, sm_90, peer access: 1" in text
     assert "peer access: none" in text
+    assert "lane on gpus     stream, with --device auto; target on cuda:0, draft on cuda:1" in text
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert doctor.examine()["on_gpus"] is None
 
 
 def test_interpreted_kernels_are_called_that(monkeypatch: pytest.MonkeyPatch) -> None:
