@@ -107,7 +107,9 @@ def batch_trend() -> dict[int, float]:
             acceptance=acceptance_for(tokens, pair.k),
             miss=MissLaw((1.0 - HIT_RATE) * pair.fan_out**MISS_EXPONENT, MISS_EXPONENT),
             verify_seconds=1.0 / pair.ar,
-            step_seconds=interpolate({21 * b: t / 7 for b, t in DRAFT_ROUND_SECONDS.items()}),
+            step_seconds=interpolate(
+                {1: _step(pair)} | {21 * b: t / 7 for b, t in DRAFT_ROUND_SECONDS.items()}
+            ),
             batch=batch,
             target_devices=4,
         )

@@ -92,13 +92,22 @@ class Plan:
 
 
 def interpolate(seconds_by_rows: Mapping[int, float]) -> Callable[[int], float]:
-    """Time by rows: log-log between the given points, flat below the first of them."""
-    points = [(math.log(rows), math.log(t)) for rows, t in sorted(seconds_by_rows.items())]
+    """Time by rows: log-log between the given points and beyond them.
+
+    Below the first, a straight line through the first two, as most of a small forward is the same
+    whatever its rows; but it never grows as rows fall, and n rows take n/m of m rows' time or more.
+    """
+    given = sorted(seconds_by_rows.items())
+    points = [(math.log(rows), math.log(t)) for rows, t in given]
+    fewest, least = given[0]
+    slope = (given[1][1] - least) / (given[1][0] - fewest) if len(given) > 1 else 0.0
 
     def seconds(rows: int) -> float:
         if len(points) == 1:
             return math.exp(points[0][1])
-        x = max(math.log(rows), points[0][0])
+        if rows < fewest:
+            return max(least - max(slope, 0.0) * (fewest - rows), least * rows / fewest)
+        x = math.log(rows)
         last = next((i for i in range(1, len(points)) if x <= points[i][0]), len(points) - 1)
         (x0, y0), (x1, y1) = points[last - 1], points[last]
         return math.exp(y0 + (y1 - y0) * (x - x0) / (x1 - x0))

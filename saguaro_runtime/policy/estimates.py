@@ -121,6 +121,11 @@ class Estimates:
             else:
                 self.hits_after_undrafted.add(hit)
 
+    def has_seen(self, name: str, rows: int) -> bool:
+        """Whether such work on so few rows, or fewer, was seen three times."""
+        found = self.seconds.get(name, {})
+        return sum(its.count for n, its in found.items() if n <= rows) > 2
+
     def doubt(self) -> None:
         """Trust little of what was seen of texts, after a time in which nothing could be."""
         seen = self.kept, self.fast, self.hits_after_undrafted

@@ -16,6 +16,9 @@ from .search import MARGIN, Speeds, best_choice, cross, numbers_of
 _EVERY, _SOON, _SELDOM = 16, 4, 64
 """Rounds between two decisions, and before the first; before one that may be urgent; and where
 nothing changes."""
+_PLAIN = 8
+"""From this round on, up to the first _EVERY, what plain decoding takes is measured where it is not
+known: from verifications of more rows it can only be guessed."""
 _CLEAR = 0.5
 """So much better is worth a change before enough has been seen."""
 _LEAVE, _SURE = 0.15, 128
@@ -27,6 +30,8 @@ _KEPT = 64
 """Changes that the report remembers."""
 _BLIND_DOWNWEIGHT = 0.5
 """C where the ranking does not see the dice and requests are hot."""
+
+_UNDRAFTED = Choice("ar", 0, 0, 0)
 
 
 class Policy:
@@ -64,7 +69,7 @@ class Policy:
         assert self._choice is not None
         choice, self._since = self._choice, self._since + 1
         if self._adapts and self.config.policy == "auto" and self._round <= _EVERY:
-            choice = self._varied(choice)
+            choice = _UNDRAFTED if self._lacks_plain(batch) else self._varied(choice)
         self._redrafts = choice.retry > 0
         return decision_of(self.config, choice, self._downweight(temperatures))
 
@@ -72,7 +77,8 @@ class Policy:
         """Take the times of work that was done, once a round."""
         if not self._adapts:
             return
-        self.estimates.observe_spans(spans)
+        if self._round > 1:  # the first one pays for what is done once
+            self.estimates.observe_spans(spans)
         end = next((its.end for its in spans if its.name == "verify"), None)
         if end is None:
             return
@@ -136,6 +142,11 @@ class Policy:
             self._set(best, why, numbers | speeds)
         elif config.fallback == "auto" and not config.reproducible and not early:
             self._set(*cross(known, self.estimates, now))
+
+    def _lacks_plain(self, batch: int) -> bool:
+        """No verification of one token per request has been seen, and it is time for it."""
+        seen = self.estimates.has_seen("verify", batch)
+        return self._round >= _PLAIN and not seen and not self.config.reproducible
 
     def _varied(self, choice: Choice) -> Choice:
         """Shorter and narrower trees at first, and rows that go on after a miss: what they take

@@ -211,6 +211,16 @@ def test_the_plan_is_the_best_of_its_neighbours_and_falls_back() -> None:
     assert hopeless.sd_k == 0
 
 
+def test_below_the_fewest_rows_times_follow_their_slope() -> None:
+    affine = interpolate({12: 0.05 + 0.012, 8: 0.05 + 0.008, 20: 0.05 + 0.020})
+    assert [affine(rows) for rows in (1, 4)] == pytest.approx([0.051, 0.054])
+    # n rows never take less than n/m of what m take, and never more.
+    assert interpolate({8: 0.05, 12: 0.10})(4) == pytest.approx(0.025)
+    assert interpolate({8: 0.05, 12: 0.02})(1) == 0.05
+    assert interpolate({8: 0.05})(1) == pytest.approx(0.05)
+    assert all(0 < interpolate({8: 0.05, 12: 0.10})(n) <= 0.05 for n in range(1, 8))
+
+
 def test_roofline_is_bound_by_bytes_then_by_flops() -> None:
     model, machine = roofline.MODELS["llama-3.1-70b"], roofline.MACHINES["h100"]
     one = roofline.forward_seconds(model, machine, 1)
