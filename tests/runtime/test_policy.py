@@ -200,8 +200,8 @@ def test_auto_goes_back_where_drafting_loses(clock: virtual.Clock) -> None:
 
 
 def _played(batch: int, row_s: float, acceptance: float, rounds: int = 260) -> tuple[Policy, list]:
-    """What "auto" does on a clock alone. Verifications are as wide as a chain may be, as on a GPU, and take
-    so much of VERIFY_S more for each row; drafting is cheap, and what is kept and found is drawn.
+    """What "auto" does on a clock alone. Verifications are as wide as a chain may be, as on a GPU,
+    and take `row_s` more for each row; drafting is cheap; what is kept and found is drawn.
     """
     policy, dice, now = Policy(EngineConfig(policy="auto", k=4, branches=8)), Random(batch), 0.0
     decisions, before = [], [(0, 0, False)] * batch
