@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object instead of the table")
     add_sampling_options(parser, max_new_tokens=48)
     add_engine_options(parser, k=2, branches=12)
+    parser.set_defaults(device=None, draft_device=None)  # two cores are what it is about
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ import torch
 
 from ..config import EngineConfig
 from ..engine import Engine
+from ..models.draft import whole_vocab
 from ..requests import SamplingParams
 from .report import KEYS, Variant
 
@@ -69,6 +70,8 @@ class AssistedRun:
     """
 
     def __init__(self, target: Any, **options: Any) -> None:
+        if "assistant_model" in options:
+            options["assistant_model"] = whole_vocab(options["assistant_model"])
         self.target, self.options = target, options
 
     def decode(self, batch: Batch, params: SamplingParams) -> list[list[int]]:

@@ -8,14 +8,14 @@ import datetime
 import importlib.metadata
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..cli import engine_config, version
 from ..config import EngineConfig
-from ..planner import ssd_vs_sd
+from ..planner import measured
 from ..policy import retry_length
 from ..requests import SamplingParams
 
@@ -100,6 +100,9 @@ def summarize(
         "predicted_ssd_vs_sd": predict(rows["sd"], rows["ssd"], config)
         if "sd" in rows and "ssd" in rows
         else None,
+        "predicted_in_full": predict(rows["sd"], rows["ssd"], config, form=measured.in_full)
+        if "sd" in rows and "ssd" in rows
+        else None,
         "settings": {
             "dtype": dtype,
             "prompts": prompts,
@@ -122,24 +125,15 @@ def predict(
     config: EngineConfig,
     batch: int = 1,
     retry: int | None = None,
+    form: Callable[..., float] = measured.raw,
 ) -> float:
     """SSD against SD by Theorem 7, from the times, tokens and hit rate measured in these runs.
 
-    `config` is that of SSD; `retry` is what a missed row redrafts, if not what it says. In a batch
-    all rows wait where one redrafts.
+    `config` is that of SSD; `retry` is what a missed row redrafts, if not what it says; `form`: as
+    published, or with all that a round pays.
     """
     retry = retry_length(config, batch) if retry is None else retry
-    tokens = ssd["tokens_per_round"]
-    return ssd_vs_sd(
-        verify_seconds=ssd["t_verify_ms"] / 1e3,
-        draft_seconds=config.k * sd["t_draft_step_ms"] / 1e3,
-        tree_round_seconds=ssd["t_look_ahead_ms"] / 1e3,
-        redraft_seconds=retry * ssd["t_redraft_step_ms"] / 1e3,
-        hit_rate=ssd["hit_rate"] ** batch if retry else 1.0,
-        tokens_sd=sd["tokens_per_round"],
-        tokens_hit=tokens,
-        tokens_miss=tokens,
-    )
+    return form(sd, ssd, k=config.k, batch=batch, retry=retry)
 
 
 def machine() -> dict[str, Any]:
@@ -226,10 +220,12 @@ def _sentences(report: Mapping[str, Any]) -> list[str]:
             f"SSD: verification {ssd['t_verify_ms']:.1f} ms, a draft step over all branches "
             f"{step:.1f} ms, sampling {ssd['t_sample_ms']:.1f} ms ({share:.0%} of it)"
         )
+    full = report.get("predicted_in_full")
     if report["predicted_ssd_vs_sd"] is not None:
         lines.append(
             f"SSD against SD: {report['speed']['ssd_vs_sd']:.2f} measured, "
             f"{report['predicted_ssd_vs_sd']:.2f} predicted from these times by Theorem 7"
+            + (f", {full:.2f} with all that a round pays" if full is not None else "")
         )
     if report["texts_equal"] is not None:
         gap = report["texts_gap"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -33,6 +34,39 @@ def restrict_vocab(model: PreTrainedModel, ids: torch.Tensor) -> None:
         part.bias = torch.nn.Parameter(head.bias.detach()[ids], requires_grad=False)
     model.set_output_embeddings(part)
     model.register_buffer(DRAFT_VOCAB, ids, persistent=False)
+
+
+class _WholeHead(torch.nn.Module):
+    """A draft's head with columns for all of the target's ids, -inf where it has no logits."""
+
+    def __init__(self, part: Any, ids: torch.Tensor, vocab_size: int) -> None:
+        super().__init__()
+        self.part, self.vocab_size = part, vocab_size
+        self.register_buffer("ids", ids, persistent=False)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.part(states)
+        full = logits.new_full((*logits.shape[:-1], self.vocab_size), -torch.inf)
+        full[..., self.ids] = logits
+        return full
+
+
+def whole_vocab(model: Any) -> Any:
+    """A draft as transformers' own generation takes it: its columns are the target's ids.
+
+    It is the model itself, or, where that has logits for some ids alone, a copy on the same
+    weights.
+    """
+    ids = getattr(model, DRAFT_VOCAB, None)
+    if ids is None:
+        return model
+    its = copy.copy(model)
+    its._modules, its._buffers = dict(model._modules), dict(model._buffers)
+    del its._buffers[DRAFT_VOCAB]
+    embedding: Any = model.get_input_embeddings()
+    head = _WholeHead(model.get_output_embeddings(), ids, embedding.weight.shape[0])
+    its.set_output_embeddings(head)
+    return its
 
 
 def all_logits(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> torch.Tensor:

@@ -18,6 +18,7 @@ from saguaro_kernels.errors import UnsupportedError
 from saguaro_runtime.demo import model as demo_model
 from saguaro_runtime.demo.convert import convert
 from saguaro_runtime.demo.model import DemoModelError, find_pair, load_pair
+from saguaro_runtime.models.draft import DRAFT_VOCAB
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +122,14 @@ def test_draft_folder_shares_the_targets_embedding(pip: tiny_gguf.FakePip, tmp_p
     assert not any("embed" in name or "lm_head" in name for name in names)
     text = "he 42"
     assert AutoTokenizer.from_pretrained(draft)(text) == AutoTokenizer.from_pretrained(target)(text)
+
+
+def test_shipped_draft_has_logits_for_the_ids_that_end_a_text() -> None:
+    with safe_open(demo_model.DRAFT, "pt") as weights:
+        ids = weights.get_tensor(DRAFT_VOCAB)
+    assert ids.dtype == torch.int64 and len(ids) == 16384 and bool((ids.diff() > 0).all())
+    assert ids[:17].tolist() == list(range(17))  # SmolLM2's control tokens
+    assert 17 < int(ids[-1]) < 49152
 
 
 def test_new_draft_weights_do_not_meet_an_old_folder(

@@ -18,9 +18,10 @@ import oracles
 from saguaro_kernels.errors import ConfigError
 from saguaro_runtime import Engine, EngineConfig, SamplingParams
 from saguaro_runtime.compare import compare_texts
+from saguaro_runtime.demo.measure import AssistedRun
 from saguaro_runtime.distill.student import student_config, student_weights, write_student
 from saguaro_runtime.integrations.candidates import SaguaroCandidateGenerator
-from saguaro_runtime.models.draft import DRAFT_VOCAB, all_logits, restrict_vocab
+from saguaro_runtime.models.draft import DRAFT_VOCAB, all_logits, restrict_vocab, whole_vocab
 from saguaro_runtime.models.transformers import load_draft
 
 GOLDEN = oracles.load_golden()
@@ -136,6 +137,26 @@ def test_a_loaded_draft_has_the_rows_of_its_ids(pair: tuple[Any, str]) -> None:
     assert torch.equal(part, full[..., IDS]) and torch.equal(spread[..., IDS], part)
     assert spread.shape == full.shape and int(spread.isfinite().sum(-1).max()) == len(IDS)
     assert target.get_output_embeddings().weight.shape[0] == tiny_models.VOCAB
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_transformers_own_assistance_gets_all_columns(
+    pair: tuple[Any, str], temperature: float
+) -> None:
+    target, folder = pair
+    draft = load_draft(folder, target)
+    ids = torch.tensor([[1, 65, 3]])
+    whole = whole_vocab(draft)
+    with torch.no_grad():
+        assert torch.equal(whole(ids).logits, all_logits(draft, ids))
+        assert draft(ids).logits.shape[-1] == len(IDS)  # the draft itself stays as it is
+    assert whole_vocab(target) is target and whole_vocab(whole) is whole
+    plain, assisted = AssistedRun(target), AssistedRun(target, assistant_model=draft)
+    params = SamplingParams(20, temperature)
+    if not temperature:
+        assert assisted.decode([[1, 65, 3]], params) == plain.decode([[1, 65, 3]], params)
+    else:
+        assert len(assisted.decode([[1, 65, 3]], params)[0]) > 0
 
 
 def test_texts_with_such_a_draft(

@@ -12,6 +12,7 @@ from saguaro_runtime import EngineConfig
 from saguaro_runtime.demo.model import load_pair
 from saguaro_runtime.integrations.candidates import SaguaroCandidateGenerator
 from saguaro_runtime.integrations.transformers import Saguaro
+from saguaro_runtime.models.draft import whole_vocab
 from saguaro_runtime.models.transformers import load_draft, load_model
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
@@ -57,7 +58,7 @@ def test_one_prompt_with_everything_set(pair: tuple[Any, Any, Any]) -> None:
 
     plain = target.generate(**its, **options, stopping_criteria=criteria())
     assisted = target.generate(
-        **its, **options, stopping_criteria=criteria(), assistant_model=draft
+        **its, **options, stopping_criteria=criteria(), assistant_model=whole_vocab(draft)
     )
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
     with Saguaro(draft, config=CONFIG, streamer=streamer) as saguaro:
