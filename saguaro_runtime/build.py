@@ -19,12 +19,11 @@ from .devices import check_loaded, check_pair, device_of_model, places
 from .lanes import InlineLane, Lane, ProcessLane, StreamLane, StreamTimeline
 from .metrics import Timeline
 from .models import Model, as_model
+from .models.flash import check_machine, page_size
 from .ngram import NGRAM, NgramDrafter
 from .round import vocab_map_of
 from .speculator import Speculator
 from .transfer import CPU, Seat
-
-_PAGE = 64
 
 
 @dataclass
@@ -43,23 +42,31 @@ class Built:
 
 def build_target(target: Any, config: EngineConfig, tokenizer: Any = None) -> Built:
     """Load and wrap the target; its tokenizer too where only a path is given."""
-    if isinstance(target, str | Path):
-        place = places(config).target
+    by_path = isinstance(target, str | Path)
+    device = places(config).target if by_path else device_of_model("target", target)
+    check_loaded("device", config.device, device)
+    if config.attention == "flash":
+        check_machine(device)
+    if by_path:
         from transformers import AutoTokenizer
 
         from .models.gguf_folder import folder_of
         from .models.transformers import load_model
 
         path = folder_of(str(target))
-        target = load_model(path, device=place)
+        target = load_model(path, device=device)
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(path)
-    tokens = config.max_tokens + config.max_batch * _PAGE
-    device = device_of_model("target", target)
-    check_loaded("device", config.device, device)
+    tokens = config.max_tokens + config.max_batch * page_size(config.attention)
     on_stream = device.type == "cuda" and lane_on(device, config) == "stream"
     seat = Seat(device, own_stream=on_stream)
     with seat.working():  # what is made here is used, and freed, in the seat's order
-        model = as_model(target, rows=config.max_batch, tokens=tokens, impl=config.impl)
+        model = as_model(
+            target,
+            rows=config.max_batch,
+            tokens=tokens,
+            impl=config.impl,
+            attention=config.attention,
+        )
         timeline = timeline_on(device, "target")
     stop_ids = _stop_ids(target, tokenizer)
     return Built(model, target, tokenizer, stop_ids, model.max_length, seat, timeline)
@@ -147,12 +154,14 @@ def build_lane(draft: Any, target: Built, config: EngineConfig) -> Lane | None:
         "target_vocab": target.model.vocab_size,
     }
     scratch = (config.draft_len + 1) * (config.fan_out + 1)
-    tokens = config.max_tokens + config.max_batch * (_PAGE + scratch)
+    tokens = config.max_tokens + config.max_batch * (page_size(config.attention) + scratch)
     rows = config.max_batch
     if lane_name != "process":
         seat = Seat(device, own_stream=lane_name == "stream")
         with seat.working():
-            model = as_model(draft, rows=rows, tokens=tokens, impl=config.impl)
+            model = as_model(
+                draft, rows=rows, tokens=tokens, impl=config.impl, attention=config.attention
+            )
             options["timeline"] = timeline_on(device, "draft")
             speculator = Speculator(model, rows=rows, **options)
         if lane_name == "inline":

@@ -12,6 +12,7 @@ from saguaro_kernels.outcomes import Allocation, Ranking
 
 Method = Literal["ar", "sd", "ssd"]
 Rule = Literal["token", "block", "hsd", "coupled"]
+Attention = Literal["tree", "flash"]
 
 
 class Fallback(str, enum.Enum):
@@ -37,6 +38,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "policy": ("adaptive", "auto", "batch_size", "fixed"),
     "lane": ("auto", "inline", "process", "stream"),
     "impl": ("auto", "triton", "reference"),
+    "attention": ("tree", "flash"),
 }
 
 
@@ -85,6 +87,8 @@ class EngineConfig:
         draft_restarts: how often in a short time a draft process that failed is started again; one
             is forgotten for every 16 rounds that it answers.
         impl: implementation of the kernels, see saguaro_kernels.
+        attention: of transformers models in prompts and verification; "tree" is our kernel,
+            "flash" is flash-attn on GPUs (extra [flash]), for both models.
 
     Raises:
         ConfigError: a value is outside its range.
@@ -113,6 +117,7 @@ class EngineConfig:
     draft_timeout_s: float = 30.0
     draft_restarts: int = 5
     impl: Impl = "auto"
+    attention: Attention = "tree"
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

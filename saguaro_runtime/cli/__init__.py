@@ -201,7 +201,7 @@ def engine_config(args: argparse.Namespace, **options: Any) -> EngineConfig:
     """The configuration that the options of models and engine ask for; `options` go before."""
     from ..config import EngineConfig
 
-    names = ("method", "rule", "ranking", "k", "branches", "device", "draft_device")
+    names = ("method", "rule", "ranking", "k", "branches", "device", "draft_device", "attention")
     return EngineConfig(**{name: getattr(args, name) for name in names} | options)
 
 
@@ -215,4 +215,10 @@ def add_engine_options(parser: argparse.ArgumentParser, *, k: int, branches: int
     group.add_argument("--k", type=int, default=k, help=f"tokens drafted per round ({k})")
     group.add_argument(
         "--branches", type=int, default=branches, help=f"outcomes prepared per round ({branches})"
+    )
+    group.add_argument(
+        "--attention",
+        choices=("tree", "flash"),
+        default="tree",
+        help="of prompts and verification; flash: flash-attn, on GPUs; extra [flash]",
     )

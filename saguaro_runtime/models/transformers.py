@@ -31,7 +31,9 @@ from saguaro_kernels.promotion import promote_branch
 from saguaro_kernels.tree import chain_layout, tree_layout
 from saguaro_kernels.tree_attention import AttentionPlan, attention_plan, tree_attention
 
+from ..config import Attention
 from .draft import DRAFT_VOCAB, own_weights, restrict_vocab
+from .flash import attend, check_model
 from .kv import PagedKV
 
 SHARED_EMBEDDINGS = "saguaro_shared_embeddings"
@@ -68,9 +70,13 @@ class _Forward:
         table: torch.Tensor,
         physical: torch.Tensor,
         impl: Impl,
+        lengths: torch.Tensor | None = None,
         **visible: Any,
     ) -> None:
-        """`physical` [B, Q] int64: rows of the flattened pages that the new keys go to."""
+        """`physical` [B, Q] int64: rows of the flattened pages that the new keys go to.
+
+        lengths: [B] int32 of chains that flash-attn takes, new keys included."""
+        self.lengths = lengths
         self.kv, self.table, self.impl, self.visible = kv, table, impl, visible
         self.physical = physical.flatten()
         self.planned = resolve_impl(impl, kv.data.device) == "reference"
@@ -100,6 +106,10 @@ class _Forward:
         keys, values = self.kv.data[layer]
         for pages, new in ((keys, key), (values, value)):
             pages.flatten(0, 1).index_copy_(0, self.physical, new.transpose(1, 2).flatten(0, 1))
+        if self.lengths is not None:
+            options["window"] = window
+            chains = query.transpose(1, 2)
+            return attend(chains, keys, values, self.table, self.lengths, **options)
         return tree_attention(
             query.transpose(1, 2),
             keys,
@@ -155,8 +165,10 @@ class TransformersModel:
         tokens: int,
         page_size: int = 64,
         impl: Impl = "auto",
+        attention: Attention = "tree",
     ) -> None:
         """`rows`: most requests at once; `tokens`: key-value slots of all of them together.
+        attention: of chains, see `flash`.
 
         Raises:
             UnsupportedError: an encoder-decoder, or a model whose code does not use transformers'
@@ -173,6 +185,9 @@ class TransformersModel:
         self.max_length: int = getattr(config, "max_position_embeddings", None) or 1 << 30
         self.device, self.dtype = model.device, model.dtype
         layers, kv_heads, head_dim = self._probe(config.num_hidden_layers)
+        self.attention = attention
+        if attention == "flash":
+            check_model(type(model).__name__, self.dtype, head_dim)
         self.kv = PagedKV(
             layers=layers,
             kv_heads=kv_heads,
@@ -274,6 +289,7 @@ class TransformersModel:
             table,
             layout.physical[0],
             self.impl,
+            trunk_len + tokens.shape[1] if self.attention == "flash" else None,
             trunk_len=trunk_len,
             depth=layout.depth,
             draft_len=0,
