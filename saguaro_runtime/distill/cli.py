@@ -12,6 +12,7 @@ EXAMPLES = """\
   saguaro distill --target ./llama-8b --out ./draft --minutes 600 --layers 0,1,30,31
   saguaro distill --target ./llama-8b --out ./draft --resume             after Ctrl-C
   saguaro distill --target ./llama-8b --out ./draft --prompts questions.txt --texts 2000
+  saguaro distill --target ./llama-8b --out ./better --draft ./draft --minutes 600
   saguaro generate --target ./llama-8b --draft ./draft --prompt "Why is the sky blue?"
 """
 
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--layers", metavar="N|A,B,..", help="how many of the target's layers, or which (4)")
     add("--draft-vocab", type=int, metavar="N", help="logits for the N most frequent ids alone")
+    add("--draft", metavar="DIR", help="train this draft further, instead of layers of the target")
     add("--minutes", type=float, metavar="M", help="to sample and train in (10)")
     add("--texts", type=int, metavar="N", help="texts to sample, instead of --minutes")
     add("--prompts", metavar="FILE", help="lines, .json or .jsonl; default: made up by the target")
@@ -42,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
     from .settings import Settings, Work
 
     names = (
-        "draft_vocab", "minutes", "texts", "prompts", "max_new_tokens", "seed", "dtype", "device"
+        "draft_vocab", "draft", "minutes", "texts", "prompts", "max_new_tokens", "seed", "dtype",
+        "device",
     )  # fmt: skip
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.layers is not None:

@@ -18,12 +18,12 @@ from ..cli.doctor import faster_dtype
 from ..cli.generate import encode
 from ..models.draft import DRAFT_VOCAB
 from ..models.gguf_folder import folder_of
-from ..models.transformers import load_draft, load_model
+from ..models.transformers import check_same_tokenizer, load_draft, load_model
 from .measure import measure
 from .progress import Interruptions, Progress, say
 from .prompts import read_prompts, split_prompts
 from .settings import Settings, Work, read_json, write_json
-from .student import check_family, choose_layers, student_config, student_weights, write_student
+from .student import check_start, copy_student, student_config, student_weights, write_student
 from .texts import Text, Writer, frequent_ids, load_chunk, save_chunk
 from .train import Trainer
 
@@ -49,7 +49,8 @@ def distill(
     """Train a draft for `target` and write it to the folder `out`; returns the report.
 
     A draft is some of the target's own layers, trained on its own text towards its own logits. It
-    has no embedding and no head of its own: it is loaded beside its target.
+    has no embedding and no head of its own: it is loaded beside its target. `settings.draft` is one
+    that is trained further.
 
     Args:
         target: a transformers folder, a GGUF file or a hub name; see `FAMILIES` for what it may be.
@@ -62,8 +63,7 @@ def distill(
     """
     folder = folder_of(target)
     config = _config_of(folder)
-    check_family(config)
-    layers = choose_layers(settings.layers, config.num_hidden_layers)
+    layers = check_start(config, settings.layers, settings.draft)
     if settings.draft_vocab is not None and settings.draft_vocab >= config.vocab_size:
         raise ConfigError(
             f"draft_vocab: got {settings.draft_vocab}, want fewer than the target's "
@@ -103,6 +103,8 @@ class _Run:
         say(f"loading {target}")
         disable_progress_bar()  # transformers' own
         self.tokenizer = AutoTokenizer.from_pretrained(target)
+        if settings.draft is not None:
+            check_same_tokenizer(settings.draft, self.tokenizer)
         self.target = load_model(target, self.dtype).to(self.plan["device"])
         self.stored_dtype = stored_dtype or self.dtype
         self.vocab_size = self.target.get_output_embeddings().weight.shape[0]
@@ -130,7 +132,7 @@ class _Run:
         weights = {name: its.to(self.stored_dtype) for name, its in trainer.weights.items()}
         if trainer.vocab is not None:
             weights[DRAFT_VOCAB] = trainer.vocab
-        config = student_config(self.target.config, self.layers)
+        config = AutoConfig.from_pretrained(self.work.student)
         config.dtype = self.stored_dtype
         write_student(self.work.out, config, weights, self.tokenizer)
         report = {"plan": self.plan, "measured": self._measure()}
@@ -192,22 +194,26 @@ class _Run:
         return [text for text in found if text.prompt not in held_out]
 
     def _trainer(self, texts: list[Text]) -> Trainer:
-        weights = student_weights(self.target, self.layers)
-        if self.settings.draft_vocab is not None:
-            weights[DRAFT_VOCAB] = frequent_ids(
-                texts, self.settings.draft_vocab, self.vocab_size, self.stop_ids
-            )
-        config = student_config(self.target.config, self.layers)
-        write_student(self.work.student, config, weights, None)
+        usual = 0.6 / self.target.config.hidden_size
+        if self.settings.draft is not None:
+            usual /= 3
+            copy_student(self.settings.draft, self.work.student)
+        else:
+            weights = student_weights(self.target, self.layers)
+            if self.settings.draft_vocab is not None:
+                weights[DRAFT_VOCAB] = frequent_ids(
+                    texts, self.settings.draft_vocab, self.vocab_size, self.stop_ids
+                )
+            config = student_config(self.target.config, self.layers)
+            write_student(self.work.student, config, weights, None)
         draft = load_draft(str(self.work.student), self.target, torch.float32)
-        rate = self.settings.learning_rate or 0.6 / self.target.config.hidden_size
         return Trainer(
             draft.to(self.target.device),
             self.target,
             texts,
             steps=max(1, self.plan.get("chunks", 1) * CHUNK * PASSES // BATCH),
             batch=BATCH,
-            learning_rate=rate,
+            learning_rate=self.settings.learning_rate or usual,
             seed=self.settings.seed,
             dtype=self.dtype,
         )

@@ -13,6 +13,7 @@ from saguaro_kernels.errors import ConfigError
 
 DTYPES = ("auto", "bfloat16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
+LAYERS = 4
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Settings:
             first and half its last.
         draft_vocab: ids that the draft has logits for, the most frequent ones of the texts; the
             head is much of a small draft's time. None: all of the target's.
+        draft: folder of a draft to go on from, with the layers and ids that it has.
         minutes: time for sampling and training together; measured at the start, it fixes how many
             texts are sampled and how many steps are trained. The report takes a little more.
         texts: as many texts instead, whatever the time: the same draft on every run.
@@ -32,14 +34,15 @@ class Settings:
         dtype: of the products; "auto" is what this processor multiplies faster, bfloat16 on a GPU.
         device: "auto" is a GPU where there is one.
         max_new_tokens: longest answer.
-        learning_rate: its peak; None: 0.6 / the hidden size.
+        learning_rate: its peak; None: 0.6 / the hidden size, a third of that with `draft`.
 
     Raises:
         ConfigError: a value is outside its range.
     """
 
-    layers: int | tuple[int, ...] = 4
+    layers: int | tuple[int, ...] = LAYERS
     draft_vocab: int | None = None
+    draft: str | None = None
     minutes: float = 10.0
     texts: int | None = None
     prompts: str | None = None
@@ -53,6 +56,11 @@ class Settings:
         for name, choices in (("dtype", DTYPES), ("device", DEVICES)):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name}: got {getattr(self, name)!r}, want one of {choices}")
+        for name, default in (("layers", LAYERS), ("draft_vocab", None)):
+            if self.draft is not None and getattr(self, name) != default:
+                raise ConfigError(
+                    f"{name}: got {getattr(self, name)} and draft {self.draft!r}, which has its own"
+                )
         for name in ("draft_vocab", "minutes", "texts", "max_new_tokens", "learning_rate"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -102,7 +110,8 @@ class Work:
             if differing:
                 name = differing[0]
                 raise ConfigError(
-                    f"{name}: got {wanted[name]!r}, but {self.out} was begun with {stored[name]!r}"
+                    f"{name}: got {wanted[name]!r}, but {self.out} was begun with "
+                    f"{stored.get(name)!r}"
                 )
             return
         if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):

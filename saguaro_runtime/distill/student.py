@@ -7,6 +7,8 @@ the draft is loaded (`saguaro_shared_embeddings` in its config.json).
 from __future__ import annotations
 
 import copy
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,19 @@ def check_family(config: Any) -> None:
         )
 
 
+def check_start(config: Any, layers: int | tuple[int, ...], draft: str | None) -> tuple[int, ...]:
+    """The target's layers to begin with; () where a draft is trained further. Loads nothing.
+
+    Raises:
+        UnsupportedError, ConfigError: it cannot begin so; see the functions below.
+    """
+    check_family(config)
+    if draft is None:
+        return choose_layers(layers, config.num_hidden_layers)
+    check_draft(draft, config)
+    return ()
+
+
 def choose_layers(layers: int | tuple[int, ...], total: int) -> tuple[int, ...]:
     """The layers to keep: those given, or as many of the first and of the last ones.
 
@@ -54,6 +69,26 @@ def choose_layers(layers: int | tuple[int, ...], total: int) -> tuple[int, ...]:
     if not legal or list(layers) != sorted(set(layers)):
         raise ConfigError(f"layers: got {list(layers)}, want ascending numbers of 0..{total - 1}")
     return tuple(layers)
+
+
+def check_draft(draft: str, config: Any) -> None:
+    """See that training can go on from a draft's folder; loads no weights.
+
+    Raises:
+        ConfigError: no draft, one with an embedding of its own, or another target's.
+    """
+    file = Path(draft) / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"draft {draft!r}: has no config.json; want a folder of distill's making")
+    its = json.loads(file.read_text(encoding="utf-8"))
+    if not its.get(SHARED_EMBEDDINGS):
+        raise ConfigError(f"draft {draft!r}: has an embedding of its own, want the target's")
+    for name in ("model_type", "vocab_size", "hidden_size"):
+        wanted = getattr(config, name)
+        # GPT-2 calls its hidden size otherwise in its files.
+        got = its.get(config.attribute_map.get(name, name))
+        if got != wanted:
+            raise ConfigError(f"draft {draft!r}: {name} is {got}, the target's is {wanted}")
 
 
 def student_config(config: Any, layers: tuple[int, ...]) -> Any:
@@ -84,6 +119,15 @@ def student_weights(target: Any, layers: tuple[int, ...]) -> dict[str, torch.Ten
             name = f"{prefix}{place[layer]}.{rest}"
         weights[name] = tensor
     return weights
+
+
+def copy_student(draft: str, folder: Path) -> None:
+    """Copy a draft, once, without its tokenizer; config.json, the last, says that it is there."""
+    if (folder / "config.json").is_file():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in [*sorted(Path(draft).glob("*.safetensors")), Path(draft) / "config.json"]:
+        shutil.copyfile(file, folder / file.name)
 
 
 def write_student(

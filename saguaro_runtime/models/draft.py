@@ -39,6 +39,8 @@ def restrict_vocab(model: PreTrainedModel, ids: torch.Tensor) -> None:
 class _WholeHead(torch.nn.Module):
     """A draft's head with columns for all of the target's ids, -inf where it has no logits."""
 
+    ids: torch.Tensor
+
     def __init__(self, part: Any, ids: torch.Tensor, vocab_size: int) -> None:
         super().__init__()
         self.part, self.vocab_size = part, vocab_size

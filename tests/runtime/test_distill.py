@@ -28,6 +28,7 @@ from saguaro_runtime.distill.sampling import complete
 from saguaro_runtime.distill.settings import Work
 from saguaro_runtime.distill.student import (
     FAMILIES,
+    check_draft,
     choose_layers,
     student_config,
     student_weights,
@@ -535,6 +536,61 @@ def test_a_smaller_vocabulary_is_resumed_with_the_same_ids(
     assert len(stored[DRAFT_VOCAB]) == 100 and tiny_models.EOS in stored[DRAFT_VOCAB]
     with pytest.raises(ConfigError, match="draft_vocab: got 259, want fewer than"):
         distill(llama, tmp_path / "all", Settings(layers=2, draft_vocab=259))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_draft_is_trained_further(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, first = save(tmp_path / kind, kind), tmp_path / "first"
+    distill(target, first, Settings(**{**SETTINGS.__dict__, "draft_vocab": 100, "layers": (0, 2)}))
+    before = load_file(first / "model.safetensors")
+    settings = Settings(**{**SETTINGS.__dict__, "draft": str(first), "layers": 4, "seed": 5})
+    begun: list[dict[str, torch.Tensor]] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "_CHECKPOINT_S", 0.0)
+        note = lambda self, its=Trainer.advance: (  # noqa: E731
+            begun or begun.append({n: w.detach().clone() for n, w in self.weights.items()}),
+            its(self),
+        )[1]
+        patch.setattr(Trainer, "advance", note)
+        interrupt(patch, "advance", 6, kill)
+        with pytest.raises(Killed):
+            distill(target, tmp_path / "out", settings)
+    for name, tensor in begun[0].items():
+        assert torch.equal(tensor, before[name].float()), name
+    distill(target, tmp_path / "out", settings, resume=True)
+    distill(target, tmp_path / "whole", settings)
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(after[DRAFT_VOCAB], before[DRAFT_VOCAB])
+    assert after.keys() == before.keys()
+    assert not any(torch.equal(after[n], before[n]) for n in after if n != DRAFT_VOCAB)
+    config = EngineConfig(method="sd", lane="inline", impl="reference")
+    with Engine(target, str(tmp_path / "out"), config) as engine:
+        engine.generate([[5, 6, 7]], SamplingParams(4, ignore_eos=True))
+        assert engine.stats()["drafted"] > 0
+
+
+def test_a_draft_that_does_not_fit_is_refused_before_any_work(
+    llama: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = save(tmp_path / "qwen3", "qwen3")
+    for target, draft, wanted in (
+        (other, str(whole), "model_type is llama, the target's is qwen3"),
+        (llama, llama, "has an embedding of its own"),
+        (llama, str(tmp_path), "has no config.json"),
+    ):
+        with pytest.raises(ConfigError, match=wanted):
+            distill(target, tmp_path / "out", Settings(draft=draft))
+    wide = model("llama", hidden_size=32)
+    with pytest.raises(ConfigError, match="hidden_size is 16, the target's is 32"):
+        check_draft(str(whole), wide.config)
+    assert not (tmp_path / "out").exists()
+    line = ["distill", "--target", llama, "--out", str(tmp_path / "out"), "--draft", str(whole)]
+    for option, value in (("layers", "2"), ("draft-vocab", "9")):
+        assert cli.main([*line, f"--{option}", value]) == 1
+        assert f"{option.replace('-', '_')}: got {value} and draft" in capsys.readouterr().err
 
 
 def test_settings_are_checked() -> None:
