@@ -6,8 +6,10 @@ prompt at a time, which is all they take, transformers' own assisted generation 
 SSD with another rule, ranking or fallback, one of them changed alone, joins where OPTIONS says.
 
 The table gives ratios; the spread is that of the single batches. What Theorem 7 makes of the same
-run's times stands beside each SSD line. Texts are compared with the variant that must give the
-same: plain decoding at temperature 0. In bfloat16 rounding decides near ties, so a few differ;
+run's times stands beside each SSD line, as published and with all that a round pays: each method's
+own verifications, hand-offs and the host's work, drafting ahead that outlasts a verification, and
+the prompts. Texts are compared with the variant that must give the same: plain decoding at
+temperature 0. In bfloat16 rounding decides near ties, so a few differ;
 `python -m bench equality` is the check in float32. A run that was cut short goes on where it was:
 cells that --json has, of the same settings and commit, are not measured again.
 """
@@ -27,6 +29,7 @@ from saguaro_runtime import EngineConfig, SamplingParams
 from saguaro_runtime.config import Fallback
 from saguaro_runtime.demo.measure import AssistedRun, Batch, Pair, Run, measure, opened
 from saguaro_runtime.demo.report import Variant, predict, versions
+from saguaro_runtime.planner.measured import in_full as with_all_paid
 from saguaro_runtime.planner.theory import sd_speed
 from saguaro_runtime.policy import choose_fallback
 
@@ -63,6 +66,8 @@ class Row:
     per_core: float
     same_texts: str
     note: str
+    in_full: float | None = None
+    """Theorem 7 with all that a round pays."""
 
 
 def methods(k: int, branches: int) -> list[Variant]:
@@ -133,6 +138,7 @@ def cell(
             if params.temperature == 0
             else "-",
             note=note(found[variant.name], variant.config),
+            in_full=in_full(found["SD"], found[variant.name], variant.config, len(batches[0])),
         )
         for variant in compared
     ]
@@ -152,6 +158,19 @@ def theorem_7(
         draft = config.k * sd["t_draft_step_ms"] / sd["t_verify_ms"]
         return 1.0 / sd_speed(sd["tokens_per_round"], draft)
     return predict(sd, found, config, batch, policy["retry"])
+
+
+def in_full(
+    sd: Mapping[str, Any], found: Mapping[str, Any], config: EngineConfig, batch: int
+) -> float | None:
+    """`theorem_7` with all that these runs' rounds paid; None also where nothing is drafted ahead
+    at their end."""
+    if config.method != "ssd" or config.fallback == Fallback.INDEPENDENT.value:
+        return None
+    policy = found["policy"]
+    if policy["method"] != "ssd":
+        return None
+    return predict(sd, found, config, batch, policy["retry"], form=with_all_paid)
 
 
 def note(found: Mapping[str, Any], config: EngineConfig) -> str:
@@ -220,12 +239,17 @@ def run(
 
 def render(rows: Sequence[Row]) -> str:
     """One line per variant and cell, then what "auto" did."""
-    headers = ("T", "batch", "variant", "tokens/s", "vs AR", "vs SD", "Theorem 7", "accepted",
+    full = any(row.in_full is not None for row in rows)  # earlier results lack it
+    headers = ("T", "batch", "variant", "tokens/s", "vs AR", "vs SD", "Theorem 7",
+               *(("in full",) if full else ()), "accepted",
                "hit rate", "overlap", "tokens/s/core", "same texts")  # fmt: skip
     lines = [
         (f"{row.temperature:g}", str(row.batch), row.variant, f"{row.tokens_per_s:.1f}")
         + (_spread(row.vs_ar), _spread(row.vs_sd))
-        + (None if row.theorem_7 is None else f"{row.theorem_7:.2f}",)
+        + tuple(
+            None if its is None else f"{its:.2f}"
+            for its in (row.theorem_7, row.in_full)[: 1 + full]
+        )
         + (f"{row.accepted:.2f}" if row.accepted else None,)
         + tuple(
             f"{value:.2f}" if row.variant.startswith("SSD") else None

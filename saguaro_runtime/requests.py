@@ -140,6 +140,7 @@ class Request:
 
     @property
     def remaining(self) -> int:
+        """Tokens it may still get."""
         return self.limit - len(self.token_ids)
 
     def commit(self, tokens: list[int], logprobs: Sequence[Logprobs] = ()) -> None:

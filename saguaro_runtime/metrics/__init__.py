@@ -1,12 +1,23 @@
 """What the rounds did, on which side, and how much of it overlapped."""
 
 from .counts import Counts, Histogram, Served, Source, Times
-from .timeline import KEPT_SPANS, Span, SpanLog, Timeline, mean_ms, overlap, trace_events
+from .timeline import (
+    KEPT_SPANS,
+    Pause,
+    Span,
+    SpanLog,
+    Timeline,
+    mean_ms,
+    overlap,
+    pause,
+    trace_events,
+)
 
 __all__ = [
     "KEPT_SPANS",
     "Counts",
     "Histogram",
+    "Pause",
     "Served",
     "Source",
     "Span",
@@ -15,5 +26,6 @@ __all__ = [
     "Times",
     "mean_ms",
     "overlap",
+    "pause",
     "trace_events",
 ]

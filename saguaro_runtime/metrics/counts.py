@@ -38,13 +38,19 @@ class Times:
 
 
 class Histogram:
-    """How many values were at most each of `bounds`."""
+    """How many values were at most each of `bounds`, which ascend.
+
+    counts: one more than bounds; counts[i] were at most bounds[i] and above the bound before it.
+    total: the sum of all values.
+    """
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds, self.counts = list(bounds), [0] * (len(bounds) + 1)
         self.total = 0.0
 
     def add(self, value: float, times: int = 1) -> None:
+        """Take a value, in the unit of the bounds, `times` times; above all of them it counts in
+        the last place."""
         self.counts[bisect.bisect_left(self.bounds, value)] += times
         self.total += times * value
 
@@ -54,7 +60,10 @@ _SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 @dataclass
 class Served:
-    """The requests that have ended: how many for each reason, and how long they took."""
+    """The requests that have ended: how many for each reason, and how long they took.
+
+    first_token_s, seconds: from adding a request to its first token, and to its end.
+    """
 
     reasons: dict[str, int] = field(default_factory=dict)
     prompt_tokens: int = 0
@@ -62,6 +71,7 @@ class Served:
     seconds: Histogram = field(default_factory=lambda: Histogram(_SECONDS))
 
     def add(self, reason: str, prompt_tokens: int, times: Times) -> None:
+        """Take a request that ends now, and set its time of ending."""
         times.ended = time.monotonic()
         _count(self.reasons, reason)
         self.prompt_tokens += prompt_tokens
@@ -103,6 +113,8 @@ class Counts:
         _count(self.rounds_after, source)
 
     def add_lookup(self, accepted: int, hit: bool, fallback: str) -> None:
+        """A row's look for its outcome, of so many `accepted` drafts; `fallback`: what the row goes
+        on with where it is none of the prepared."""
         self.hits += hit
         self.misses += not hit
         _count(self.hits_by_length if hit else self.misses_by_length, accepted)

@@ -8,7 +8,7 @@ from ..lanes import Lane
 from ..scheduler import Scheduler
 from .counts import Counts, Served
 from .prometheus import prometheus_text
-from .timeline import Span, SpanLog, Timeline, overlap
+from .timeline import Span, SpanLog, Timeline, overlap, pause
 
 
 class Stats:
@@ -35,6 +35,7 @@ class Stats:
         """Plain numbers, ready for JSON."""
         self.collect()
         counts, mean_ms = self.scheduler.counts, self.log.mean_ms
+        between = pause(self.log.spans)
         times = {
             "tokens_per_s": counts.tokens / self.busy_s if self.busy_s else 0.0,
             "seconds": self.busy_s,
@@ -44,6 +45,11 @@ class Stats:
             "t_redraft_step_ms": mean_ms("draft_step"),
             "t_look_ahead_ms": mean_ms("look_ahead"),
             "t_sample_ms": mean_ms("sample"),
+            "t_promote_ms": mean_ms("promote"),
+            "t_overrun_ms": 1e3 * between.overrun,
+            "t_host_ms": 1e3 * between.host,
+            "prefill_s": self.log.seconds("target", "prefill"),
+            "verifications": self.log.count("target", "verify"),
         }
         state = {
             "ended": dict(self.scheduler.served.reasons),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import itertools
 import json
 import time
 from collections import deque
@@ -39,6 +40,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def span(self, name: str, rows: int = 0) -> Iterator[None]:
+        """Time the block as a span of this lane; one that raises leaves none."""
         start = time.monotonic()
         yield
         self.spans.append(Span(self.lane, name, start, time.monotonic(), rows))
@@ -56,18 +58,30 @@ class Timeline:
 
 
 class SpanLog:
-    """The latest spans, and how often and how long each name took since the beginning."""
+    """The latest spans, and how often and how long each name took since the beginning.
+
+    totals: (lane, name) -> how many, and seconds in all.
+    """
 
     def __init__(self) -> None:
         self.spans: deque[Span] = deque(maxlen=KEPT_SPANS)
         self.totals: dict[tuple[str, str], tuple[int, float]] = {}
 
     def extend(self, spans: Iterable[Span]) -> None:
+        """Take spans; beyond KEPT_SPANS the oldest go, and stay in the totals."""
         for span in spans:
             self.spans.append(span)
             key = (span.lane, span.name)
             count, seconds = self.totals.get(key, (0, 0.0))
             self.totals[key] = count + 1, seconds + span.end - span.start
+
+    def count(self, lane: str, name: str) -> int:
+        """How many spans there were."""
+        return self.totals.get((lane, name), (0, 0.0))[0]
+
+    def seconds(self, lane: str, name: str) -> float:
+        """How long all of them took."""
+        return self.totals.get((lane, name), (0, 0.0))[1]
 
     def mean_ms(self, name: str) -> float:
         """Mean length of the spans called `name`, in milliseconds; 0 where there are none."""
@@ -103,6 +117,57 @@ def overlap(spans: Iterable[Span], inner: str, outer: str) -> float:
                     for other in its[first:last]
                 )
     return covered / total if total else 0.0
+
+
+class Pause(NamedTuple):
+    """What lies between two verifications, seconds per round: drafting ahead that outlasts the
+    first of them, and time in which neither side works: hand-offs and the host's own work."""
+
+    overrun: float = 0.0
+    host: float = 0.0
+
+
+def pause(spans: Iterable[Span]) -> Pause:
+    """The mean pause between two verifications, of those without a prompt in between.
+
+        | verify | overrun | the draft answers | host | verify |
+
+    Where the draft has begun to draft ahead for the second of them, it has answered: from there on
+    it is the host that is waited for.
+    """
+    work = sorted((span for span in spans if not span.lane.startswith("row ")), key=_start)
+    verifies = [span for span in work if span.name == "verify"]
+    others = deque(span for span in work if span.name not in ("verify", "target_forward"))
+    rounds, overrun, host = 0, 0.0, 0.0
+    open_: list[Span] = []
+    for before, after in itertools.pairwise(verifies):
+        while others and others[0].start < after.start:
+            open_.append(others.popleft())
+        open_ = [span for span in open_ if span.end > before.end]
+        if any(span.name == "prefill" for span in open_):
+            continue
+        ahead = [span for span in open_ if span.name == "look_ahead"]
+        next_ = [its.start for its in ahead if its.start >= before.end and its.end > after.start]
+        until = min(next_, default=after.start)
+        last = max((its.end for its in ahead if its.start < before.end), default=before.end)
+        overrun += min(last, until) - before.end
+        host += after.start - before.end - _covered(open_, before.end, until)
+        rounds += 1
+    return Pause(overrun / rounds, host / rounds) if rounds else Pause()
+
+
+def _start(span: Span) -> float:
+    return span.start
+
+
+def _covered(spans: Iterable[Span], start: float, end: float) -> float:
+    """Seconds from `start` to `end` inside any of the spans, which come in order of their start."""
+    covered, at = 0.0, start
+    for span in spans:
+        first, last = max(span.start, at), min(span.end, end)
+        if first < last:
+            covered, at = covered + last - first, last
+    return covered
 
 
 def trace_events(spans: Iterable[Span]) -> str:

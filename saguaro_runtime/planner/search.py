@@ -31,6 +31,7 @@ class Deployment:
         abandons: a miss ends what is being drafted ahead, where the batch is 1.
         tokens_fast: of a round that goes on after a miss; more than 1 where something is proposed.
         hit_rate_fast: after such a round. Default: that of its single outcome row.
+        round_seconds: what every round takes beside the models, plain decoding's too.
     """
 
     acceptance: float
@@ -46,6 +47,12 @@ class Deployment:
     abandons: bool = True
     tokens_fast: float = 1.0
     hit_rate_fast: Callable[[int], float] | None = None
+    round_seconds: float = 0.0
+
+    @property
+    def plain_seconds(self) -> float:
+        """A round of plain decoding, which speeds are given against."""
+        return self.verify_seconds + self.round_seconds
 
     def hit_rate_after_fast(self, branches: int) -> float:
         """P(hit) after a round that went on."""
@@ -117,12 +124,13 @@ def interpolate(seconds_by_rows: Mapping[int, float]) -> Callable[[int], float]:
 
 def best_sd(deployment: Deployment, ks: Sequence[int]) -> tuple[float, int]:
     """The fastest standard speculative decoding against AR, and its K (0 is AR itself)."""
-    step = deployment.step_seconds(deployment.batch) / deployment.verify_seconds
+    unit = deployment.verify_seconds
+    step, fixed = deployment.step_seconds(deployment.batch) / unit, deployment.round_seconds / unit
     speeds = [(1.0, 0)]
     for k in ks:
-        verify = deployment.verify(k)
+        verify = deployment.verify(k) + fixed
         tokens = expected_tokens(deployment.acceptance, k)
-        speeds.append((sd_speed(tokens, k * step / verify) / verify, k))
+        speeds.append((sd_speed(tokens, k * step / verify) / verify * (1.0 + fixed), k))
     return max(speeds)
 
 
@@ -138,20 +146,22 @@ def evaluate(
     fans = fan_out(lengths, deployment.miss.exponent, branches)
     p = hit_rate(lengths, fans, deployment.miss)
     verify, draft_round = deployment.verify(k), deployment.ahead(k, branches)
-    handoff = 2.0 * deployment.handoff_seconds / unit
+    fixed = deployment.round_seconds / unit
+    handoff = 2.0 * deployment.handoff_seconds / unit + fixed
     hit_time = max(verify, draft_round)
     tokens_hit = expected_tokens(deployment.acceptance, k)
     if redraft_tokens == 0:
         p_fast = deployment.hit_rate_after_fast(branches)
         rate = fast_rate(p, p_fast, tokens_hit, deployment.tokens_fast)
-        return rate / (hit_time + handoff), p, draft_round, fans
+        return rate / (hit_time + handoff) * (1.0 + fixed), p, draft_round, fans
     redraft = redraft_tokens * deployment.step_seconds(batch) / unit
     tokens_miss = expected_tokens(deployment.acceptance, redraft_tokens)
     # The batch waits when any of its rows misses; those that hit need their chains to be finished.
     all_hit = p**batch
     miss_time = (verify if batch == 1 and deployment.abandons else hit_time) + redraft
     time = all_hit * hit_time + (1.0 - all_hit) * miss_time + handoff
-    return (p * tokens_hit + (1.0 - p) * tokens_miss) / time, p, draft_round, fans
+    tokens = p * tokens_hit + (1.0 - p) * tokens_miss
+    return tokens / time * (1.0 + fixed), p, draft_round, fans
 
 
 def plan(
@@ -182,7 +192,7 @@ def plan(
                     speed_vs_sd=speed / sd,
                     sd_speed_vs_ar=sd,
                     sd_k=sd_k,
-                    tokens_per_second=speed * deployment.batch / deployment.verify_seconds,
+                    tokens_per_second=speed * deployment.batch / deployment.plain_seconds,
                     per_device_vs_sd=speed / sd * deployment.target_devices / devices,
                 )
     if best is None:

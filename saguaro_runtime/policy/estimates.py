@@ -22,6 +22,9 @@ _FOLLOW = 0.05
 noise would count as pace."""
 _OUTLIER = 3.0
 """A time so many times the usual counts as that."""
+_HOPED = 1.4
+"""Tokens of a round that goes on with a proposal, before they are known: more than are usual, or
+where a redraft is about as good nobody would ever find out."""
 _EXPONENTS = (0.5, 0.25, 0.75, 1.0, 1.5, 2.0)
 """Of the miss probability, F^-r; the first where the branches have not varied enough to tell."""
 
@@ -65,9 +68,10 @@ def _growth(points: Mapping[int, float], rows: int) -> float:
 
 
 class Estimates:
-    """Running estimates of one engine."""
+    """Running estimates of one engine. proposes: rows that go on after a miss get a proposal."""
 
-    def __init__(self) -> None:
+    def __init__(self, proposes: bool = False) -> None:
+        self.proposes = proposes
         self.seconds: dict[str, dict[int, Faded]] = {}
         self.pace = 1.0
         """How slow the machine is now, to when it was first seen. Times are kept in units of it, so
@@ -76,6 +80,8 @@ class Estimates:
         self.hits: dict[tuple[int, int], Faded] = {}
         self.hits_after_undrafted = Faded()
         self.tokens: dict[str, Faded] = {}
+        self.pauses = Faded(_KEEP_TIME)
+        """Seconds between the verifications of rounds that draft nothing."""
         self.fast = Faded()
         """Tokens of rounds of rows that went on after a miss: with nothing, or with a proposal."""
 
@@ -92,6 +98,11 @@ class Estimates:
                     took = min(took, _OUTLIER * usual)
                     self.pace *= 1 + _FOLLOW * (took / usual - 1)
                 its.add(took)
+
+    def observe_pause(self, seconds: float) -> None:
+        """Take the time between the verifications of two rounds that drafted nothing."""
+        took, its = seconds / self.pace, self.pauses
+        its.add(min(took, _OUTLIER * its.total / its.count) if its.count > 3 else took)
 
     def observe_row(
         self,
@@ -197,8 +208,9 @@ class Estimates:
             verify_rows=verify,
             ahead_seconds=ahead,
             abandons=False,
-            tokens_fast=self.fast.mean(1.0, weight=4.0),
+            tokens_fast=self.fast.mean(_HOPED if self.proposes else 1.0, weight=8.0),
             hit_rate_fast=after_going_on,
+            round_seconds=self.pace * self.pauses.mean(0.0, weight=0.1),
         )
 
     def mean_tokens(self, sources: Sequence[str], otherwise: float) -> float:

@@ -39,7 +39,7 @@ class Policy:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self.estimates, self.speeds = Estimates(), Speeds()
+        self.estimates, self.speeds = Estimates(config.proposal != "none"), Speeds()
         self.changes: list[dict[str, Any]] = []
         self._adapts = config.method == "ssd" and config.policy in ("adaptive", "auto")
         self._choice: Choice | None = None
@@ -53,6 +53,8 @@ class Policy:
         self._tokens, self._last_end, self._since = 0, 0.0, 0
         self._redrafts = False
         """Missed rows of this round were redrafted."""
+        self._undrafted = False, False
+        """Whether nothing was drafted in the last round, and in this."""
 
     def decide(self, batch: int, temperatures: Sequence[float] = ()) -> Decision:
         """What the next round of `batch` rows does."""
@@ -71,6 +73,7 @@ class Policy:
         if self._adapts and self.config.policy == "auto" and self._round <= _EVERY:
             choice = _UNDRAFTED if self._lacks_plain(batch) else self._varied(choice)
         self._redrafts = choice.retry > 0
+        self._undrafted = self._undrafted[1], choice.k == 0
         return decision_of(self.config, choice, self._downweight(temperatures))
 
     def observe(self, spans: Sequence[Span]) -> None:
@@ -79,12 +82,17 @@ class Policy:
             return
         if self._round > 1:  # the first one pays for what is done once
             self.estimates.observe_spans(spans)
-        end = next((its.end for its in spans if its.name == "verify"), None)
-        if end is None:
+        verified = next((its for its in spans if its.name == "verify"), None)
+        if verified is None:
             return
+        end, prompts = verified.end, any(its.name == "prefill" for its in spans)
+        if self._undrafted == (True, True) and not prompts:
+            # What takes longer than the work itself is no cost of a round: somebody was away.
+            length = verified.end - verified.start
+            self.estimates.observe_pause(min(verified.start - self._last_end, length))
         # A choice counts once the branches of the one before are used up.
         settled = self._since > 2 and self._round > _EVERY
-        if settled and not any(its.name == "prefill" for its in spans):
+        if settled and not prompts:
             assert self._choice is not None
             tokens, seconds = self._tokens / self._batch, end - self._last_end
             self.speeds.add(self._batch, self._choice, tokens, seconds / self.estimates.pace)

@@ -39,7 +39,7 @@ class Speeds:
         errors, trust = {}, {}
         for (batch, choice), (tokens, seconds) in self._seen.items():
             if batch == known.batch and choice in predicted and seconds.total > 0:
-                measured = tokens.total / seconds.total * known.verify_seconds / pace
+                measured = tokens.total / seconds.total * known.plain_seconds / pace
                 errors[choice] = math.log(measured / predicted[choice])
                 trust[choice] = tokens.count / (tokens.count + _TRUSTED)
         ahead = [its for its in errors if its.method == "ssd"]
@@ -71,6 +71,7 @@ def numbers_of(
         "t_verify_ms": 1e3 * known.verify(k) * known.verify_seconds,
         "t_verify_one_ms": 1e3 * known.verify_seconds,
         "t_step_ms": 1e3 * known.step_seconds(batch),
+        "t_round_ms": 1e3 * known.round_seconds,
         "t_ahead_ms": 1e3 * known.ahead(k, branches) * known.verify_seconds,
     }
 

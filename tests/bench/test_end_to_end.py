@@ -24,6 +24,14 @@ STATS = {
     "t_draft_step_ms": 15.0,
     "t_redraft_step_ms": 15.0,
     "t_look_ahead_ms": 45.0,
+    "t_promote_ms": 4.0,
+    "t_overrun_ms": 3.0,
+    "t_host_ms": 5.0,
+    "prefill_s": 0.5,
+    "rounds": 10,
+    "rounds_by_source": {"first": 1, "asked": 9},
+    "tokens": 18,
+    "verifications": 10,
     "tokens_per_round_after": {"hit": 2.5, "miss": 1.5},
     "speculation": "on",
     "policy": {"method": "ssd", "k": 2, "branches": 12, "retry": 1, "why": "as configured"},
@@ -71,7 +79,9 @@ def test_ratios_spread_cores_and_texts(clock: list[float]) -> None:
     assert per_core == {"AR": 10, "AR, 2 threads": 10, "SD": 5, "SD, 2 threads": 6.25, "SSD": 12.5}
     # SD: 2 tokens in 60 + 2 * 15 ms. SSD: half the rounds hit and take 60 ms, half redraft a token.
     assert rows["SSD"].theorem_7 == pytest.approx((2.0 / 67.5) / (2.0 / 90))
-    assert rows["SD"].theorem_7 is None
+    assert rows["SD"].theorem_7 is None and rows["SD"].in_full is None
+    # All pay 5 ms more a round and half a second for prompts; see the planner's tests.
+    assert rows["SSD"].in_full == pytest.approx((10 * 92 + 500) / (10 * (60 + 5 + 3 + 9.5) + 500))
     assert (rows["SD"].same_texts, rows["SSD"].same_texts) == ("3/3", "0/3")
     assert rows[end_to_end.AUTO].note.startswith("ssd, k 2, 12 branches, retry 1")
 

@@ -31,6 +31,14 @@ STATS = {
     "t_redraft_step_ms": 12.0,
     "t_look_ahead_ms": 45.0,
     "t_sample_ms": 3.0,
+    "t_promote_ms": 4.0,
+    "t_overrun_ms": 3.0,
+    "t_host_ms": 5.0,
+    "prefill_s": 0.5,
+    "rounds": 10,
+    "rounds_by_source": {"first": 1, "asked": 9},
+    "tokens": 18,
+    "verifications": 10,
     "tokens_per_round_after": {"hit": 2.5, "miss": 1.5},
     "speculation": "on",
 }
@@ -288,7 +296,13 @@ def test_prediction_is_theorem_7_of_the_measured_parts() -> None:
     # SD: 2 tokens in 60 + 2 * 15 ms. SSD: half the rounds hit and take 60 ms (3 steps of 15 fit),
     # half miss and redraft one token: (2.5 + 1.5) / 2 tokens in (60 + 60 + 12) / 2 ms.
     expected = (2.0 / 66) / (2.0 / 90)
-    assert report()[0]["predicted_ssd_vs_sd"] == pytest.approx(expected)
+    found = report()[0]
+    assert found["predicted_ssd_vs_sd"] == pytest.approx(expected)
+    # SD: a text's first round has no drafts. SSD: half the rounds promote, half redraft; all pay
+    # what drafting ahead takes longer; both the host and the prompts.
+    sd, ssd = 60 + 5 + 0.9 * 2 * 15, 60 + 5 + 3 + (4 + 12) / 2
+    assert found["predicted_in_full"] == pytest.approx((10 * sd + 500) / (10 * ssd + 500))
+    assert "by Theorem 7, 1.13 with all that a round pays" in demo_report.render(found)
 
 
 def test_one_method_is_reported_alone() -> None:

@@ -13,7 +13,7 @@ import scripts
 
 import saguaro_runtime
 from saguaro_runtime import ConfigError, Engine, Output, SamplingParams, UnsupportedError, cli
-from saguaro_runtime.metrics import Histogram, Span, trace_events
+from saguaro_runtime.metrics import Histogram, Span, pause, trace_events
 from saguaro_runtime.metrics.plot import check_pictures, plot_timeline
 
 P = scripts.random_law(5, seed=1)
@@ -139,6 +139,29 @@ def test_histogram_counts_values_up_to_each_bound() -> None:
     for value in (0.5, 1.0, 1.5, 2.0, 9.0):
         histogram.add(value)
     assert histogram.counts == [2, 2, 1] and histogram.total == 14.0
+
+
+def test_the_pause_between_two_verifications() -> None:
+    spans = [
+        Span("target", "verify", 0, 10), Span("target", "verify", 16, 26),
+        Span("target", "verify", 28, 38), Span("target", "verify", 60, 70),
+        # It outlasts the first verification by 2, answers for 1.5; then reply and start take 2.5.
+        Span("draft", "look_ahead", 1, 12), Span("draft", "tree_step", 2, 11.5),
+        Span("draft", "promote", 12, 13.5), Span("draft", "look_ahead", 15, 24),
+        Span("draft", "tree_step", 15.5, 23),
+        # Only hand-offs after the second; a prompt comes between the third and the last.
+        Span("target", "prefill", 40, 55), Span("draft", "prefill", 40, 50),
+        Span("row 0", "hit", 0, 38),
+    ]  # fmt: skip
+    found = pause(spans)
+    assert (found.overrun, found.host) == pytest.approx((2 / 2, (2.5 + 2) / 2))
+    assert pause(reversed(spans)) == found
+    assert pause(spans[:1]) == pause([]) == (0, 0)
+    # In one thread the draft's work lies in the pause: it is no time of the host, and outlasts
+    # nothing.
+    verifies = [Span("target", "verify", 0, 10), Span("target", "verify", 20, 30)]
+    inline = [Span("draft", "draft_step", 10, 14), Span("draft", "look_ahead", 14, 19)]
+    assert pause([*verifies, *inline]) == (0, 1)
 
 
 def test_a_run_opens_in_a_trace_viewer(tmp_path: Path) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from dataclasses import replace
 
 import pytest
+import scripts
+import virtual
 
 from saguaro_kernels.errors import ConfigError
 from saguaro_runtime.planner import (
@@ -20,6 +23,7 @@ from saguaro_runtime.planner import (
     fan_out,
     fast_rate,
     hit_rate,
+    measured,
     plan,
     published,
     roofline,
@@ -29,7 +33,8 @@ from saguaro_runtime.planner import (
     ssd_vs_sd,
     theorem7,
 )
-from saguaro_runtime.planner.search import evaluate, interpolate
+from saguaro_runtime.planner.search import best_sd, evaluate, interpolate
+from saguaro_runtime.scheduler import Scheduler
 
 
 def test_tokens_per_round() -> None:
@@ -64,6 +69,40 @@ def test_ssd_over_sd_from_measured_times() -> None:
     assert ssd_vs_sd(**times, tree_round_seconds=0.025, hit_rate=0.5, **tokens) == pytest.approx(
         30 / 27.5
     )
+
+
+@pytest.mark.parametrize(
+    ("fallback", "retry", "tree_s"), [("batched_retry", 4, 0.01), ("partial_accept", 0, 0.03)]
+)
+def test_theorem7_with_all_that_a_round_pays_is_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, fallback: str, retry: int, tree_s: float
+) -> None:
+    """On a clock where a prompt, a commit and drafting ahead too long take their time: as published
+    the theorem is wrong by more than 5 %."""
+    clock, law = virtual.Clock(monkeypatch), scripts.random_law(8, seed=1)
+    near, commit = scripts.random_law(8, seed=2, near=law), Scheduler.commit
+
+    def slowly(self, *rest):
+        clock.advance(0.02)
+        return commit(self, *rest)
+
+    monkeypatch.setattr(Scheduler, "commit", slowly)
+    stats, seconds = {}, {}
+    for method in ("sd", "ssd"):
+        clock.now = 0.0
+        target = scripts.model(law, 1, extend_s=0.1, prefill_s=0.05)
+        draft = scripts.model(near, 1, extend_s=0.02, tree_s=tree_s)
+        config = {"k": 4, "branches": 10, "fallback": fallback, "policy": "fixed"}
+        config |= {"method": method, "proposal": "none", "max_batch": 1}
+        with virtual.engine(clock, target, draft, **config) as engine:
+            engine.generate([[1, 2] * 4] * 4, [scripts.sampled(s, 60) for s in range(4)])
+            stats[method], seconds[method] = engine.stats(), clock.now
+    sd, ssd = stats["sd"], stats["ssd"]
+    assert (sd["tokens"], sd["t_host_ms"]) == (240, pytest.approx(20))
+    assert ssd["t_overrun_ms"] == pytest.approx(1e3 * max(0.02 + 4 * tree_s - 0.1, 0))
+    taken, options = seconds["sd"] / seconds["ssd"], {"k": 4, "batch": 1, "retry": retry}
+    assert measured.in_full(sd, ssd, **options) == pytest.approx(taken, rel=0.02)
+    assert abs(measured.raw(sd, ssd, **options) / taken - 1) > 0.05
 
 
 def test_fan_out_follows_theorem_12() -> None:
@@ -209,6 +248,21 @@ def test_the_plan_is_the_best_of_its_neighbours_and_falls_back() -> None:
     hopeless = plan(Deployment(0.05, MissLaw(1.0, 0.0), 0.02, lambda rows: 0.02))
     assert hopeless.speed_vs_ar <= 1.0
     assert hopeless.sd_k == 0
+
+
+def test_what_every_round_costs_favours_those_that_give_more() -> None:
+    free = Deployment(0.6, MissLaw(0.2, 0.5), 0.02, interpolate({20: 0.003, 80: 0.006}))
+    dear = replace(free, round_seconds=0.02)
+    # k = 3, redraft 0: all rounds take a verification (0.0123 of drafting ahead fits) and 0.02.
+    tokens = evaluate(free, 3, 8, 0)[0]
+    assert evaluate(dear, 3, 8, 0)[0] == pytest.approx(tokens)
+    # A redraft, and SD's drafting, weigh less in longer rounds.
+    assert evaluate(dear, 3, 8, 3)[0] > evaluate(free, 3, 8, 3)[0]
+    step = free.step_seconds(1)
+    assert best_sd(dear, [4])[0] == pytest.approx(
+        expected_tokens(0.6, 4) * 0.04 / (0.04 + 4 * step)
+    )
+    assert plan(dear).tokens_per_second < plan(free).tokens_per_second
 
 
 def test_below_the_fewest_rows_times_follow_their_slope() -> None:
