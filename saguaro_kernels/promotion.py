@@ -184,6 +184,9 @@ def promote_branch(
         ShapeError, DTypeError, DeviceError, ConfigError. Values are not checked.
     Cost:
         draft_len + 1 positions of the hit requests read and written once; 1 launch; 0 host syncs.
+    Source:
+        arXiv 2603.03251: a prepared chain is used at once, nothing of it is computed again; the
+        layout is that of `tree_layout`. docs/theory.md, "One round".
     """
     if kv_pages.dim() < 4:
         raise ShapeError(f"kv_pages: got shape {list(kv_pages.shape)}, want [..., P, page, Hkv, D]")

@@ -100,6 +100,9 @@ def predict_outcomes(
         ShapeError, DTypeError, DeviceError, ConfigError. Values are not checked.
     Cost:
         rows 0..num_draft read once, 8 bytes a candidate; 2 launches; 0 host syncs.
+    Source:
+        arXiv 2603.03251: outcomes (k, x), and fan_out by Theorem 12. Noise, and "best" over all
+        (k, x) at once: docs/theory.md, "Predicting the dice" and "Speed".
     """
     _check(draft_logits, draft_tokens, num_draft, sampling, keys, branches)
     if ranking not in RANKINGS:

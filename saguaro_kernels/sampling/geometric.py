@@ -144,6 +144,9 @@ def sample_geometric(
     Cost:
         The only vocabulary-sized output here: 12 launches, three of them of [R]; the draft's row is
         read 5 times, the target's 3 times. 0 host syncs.
+    Source:
+        A summary of arXiv 2603.03251 in circulation; the paper's own scheme is Definition 14, see
+        `saguaro_sample`. docs/theory.md, "Saguaro's downweighting".
     """
     from . import saguaro_sample
 

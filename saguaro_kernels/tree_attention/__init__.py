@@ -88,6 +88,9 @@ def tree_attention(
     Cost:
         keys and values of every visible slot once per KV head while M * Hq/Hkv <= 256 (D <= 128, 16
         bits); <= 2 launches; 0 host syncs. The reference reads trunk_len and depth on the host.
+    Source:
+        Branches as in arXiv 2603.03251; one pass over a tree as in SpecInfer, 2305.09781; splits of
+        the trunk as in Flash-Decoding.
     """
     _check(query, key_pages, value_pages, page_table, trunk_len, depth, draft_len, step)
     if softcap is not None and not softcap > 0:

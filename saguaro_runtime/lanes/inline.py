@@ -23,23 +23,29 @@ class InlineLane:
 
     @property
     def chain(self) -> ChainStore:
+        """Chains of all rows: tokens [rows, K], logits [rows, K + 1, V], lengths [rows]."""
         return self.speculator.chain
 
     @property
     def status(self) -> str:
+        """ "on", or why there is no drafting."""
         return self.off or "on"
 
     @property
     def empty(self) -> bool:
+        """Never: what fails here ends drafting for good."""
         return False
 
     def admit(self, admissions: list[Admission]) -> None:
+        """Prefill these rows now."""
         self._try(lambda: self.speculator.admit(admissions))
 
     def release(self, rows: list[int]) -> None:
+        """Free the slots of rows whose requests have ended."""
         self._try(lambda: self.speculator.release(rows))
 
     def next_chain(self, turn: Turn) -> Reply | None:
+        """Answer the turn's B rows, then draft ahead for them; None once the draft has failed."""
         reply = self._try(lambda: self.speculator.next_chain(turn))
         self._try(self.speculator.look_ahead)
         return reply
@@ -48,6 +54,7 @@ class InlineLane:
         """Nothing: the draft has drafted ahead before the target's turn."""
 
     def spans(self, *, wait: bool = True) -> list[Span]:
+        """Work since the last call; nothing is ever waited for."""
         return self.speculator.timeline.drain()
 
     def _try(self, work: Callable[[], _T]) -> _T | None:
@@ -62,4 +69,5 @@ class InlineLane:
             return None
 
     def close(self) -> None:
+        """No more drafting; the model is the caller's."""
         self.off = self.off or "closed"

@@ -90,12 +90,14 @@ class ProcessLane:
 
     @property
     def status(self) -> str:
+        """ "on", or why there is no drafting now."""
         if self.off or self._state != "starting":
             return self.off or "on"
         return f"starting again: {self.faults[-1]}" if self.faults else "starting"
 
     @property
     def empty(self) -> bool:
+        """Loaded, or caught up, and without rows: to be given all that run. Waits for nothing."""
         try:
             if self.off:
                 return False
@@ -125,17 +127,21 @@ class ProcessLane:
             raise SaguaroError(f"draft process: {error}") from None
 
     def admit(self, admissions: list[Admission]) -> None:
+        """Have these rows prefilled in the other process."""
         if admissions and self._state in ("empty", "on"):
             self._state = "on"
             self._send(("admit", admissions))
 
     def release(self, rows: list[int]) -> None:
+        """Rows whose requests have ended; told later to a draft that is behind."""
         if self._state == "behind":
             self._left += rows
         elif self._state != "starting":
             self._send(("release", rows))
 
     def next_chain(self, turn: Turn) -> Reply | None:
+        """Send the turn of B rows and wait for its answer, at most timeout_s seconds; None where
+        none came, or a draft that is starting or behind was not asked."""
         if self.off or self._state != "on":
             return None
         try:
@@ -148,6 +154,7 @@ class ProcessLane:
         """Nothing: the process drafts ahead by itself."""
 
     def spans(self, *, wait: bool = True) -> list[Span]:
+        """Work in the other process since the last call; with `wait`, up to now."""
         try:
             if wait and not self.off and self._state == "on" and not self._unanswered:
                 if not self._asked_spans:
@@ -161,6 +168,7 @@ class ProcessLane:
         return spans
 
     def close(self) -> None:
+        """End the process and give back the shared memory; safe to call twice."""
         self.off = self.off or "closed"
         self._child.end()
         for close in self._files:
