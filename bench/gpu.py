@@ -4,7 +4,10 @@ Each case runs compiled on the GPU and by its torch reference on the CPU, on equ
 be the same, numbers close. No host sync is allowed meanwhile, and a captured graph must repeat the
 eager result. Then times against the measured roof, beside the torch reference on the same GPU.
 The engine's part comes first: its lanes against each other, a round as a graph, speed and overlap.
-Needs no network; within its time budget it does the first shape of every case first.
+Last, every op's launch sizes are tuned one at a time on its first shape, see `bench tune`.
+
+Needs no network. Each part has a share of the time budget and what the parts before it left over;
+what is not reached then is named. The first shape of every case comes before the second of any.
 
 Exit code: 0 all right, 1 a check failed, 3 no GPU here.
 """
@@ -14,12 +17,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
+import itertools
+import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,8 +33,32 @@ from . import report
 from .measure import moved, outputs
 from .registry import CASES, Case, Shape, shape_id
 
+if TYPE_CHECKING:
+    from . import tune
+
+SHARES = {"engine": 90.0, "kernels": 120.0, "tuning": 105.0, "end": 15.0}
+"""Seconds of each part, in their order; "end" is what the last thing begun may run over."""
+SHARES_TWO = {"engine": 140.0, "kernels": 95.0, "tuning": 80.0, "end": 15.0}
+"""The same for two devices: more of it for the engine."""
+BUDGET_S = sum(SHARES.values())
+"""330 seconds; with half a minute for imports and for what runs over, under 6 minutes."""
+OUT_OF_TIME = "not reached: out of time"
+
 NEAR_TIES = 0.01
 """Share of rows whose id may differ: the last bit of log differs between CPU and GPU."""
+
+
+class Budget:
+    """Seconds shared among parts that come one after another."""
+
+    def __init__(self, seconds: float, shares: Mapping[str, float]) -> None:
+        self.began, whole = time.monotonic(), sum(shares.values())
+        ends = itertools.accumulate(shares.values())
+        self.ends = {part: seconds * end / whole for part, end in zip(shares, ends, strict=True)}
+
+    def left(self, part: str) -> float:
+        """Seconds until `part` must be over: its share and what those before it did not use."""
+        return self.ends[part] - (time.monotonic() - self.began)
 
 
 @dataclasses.dataclass
@@ -134,12 +164,12 @@ def engine_checks(two_devices: bool, left: Callable[[], float]) -> list[Check]:
     """What the engine does on this machine; one part that fails does not end the others."""
     from . import gpu_engine
 
-    rows = []
+    rows: list[Check] = []
     for name, shape, part in gpu_engine.parts(two_devices):
         row = Check(name, shape)
         rows.append(row)
-        if left() < 60:
-            row.verdict = "not reached: out of time"
+        if left() < 20:
+            row.verdict = OUT_OF_TIME
             continue
         print(f"{left():5.0f} s left  {name}", file=sys.stderr)
         try:
@@ -149,6 +179,21 @@ def engine_checks(two_devices: bool, left: Callable[[], float]) -> list[Check]:
     return rows
 
 
+def tuning_checks(rows: Sequence[tune.Row]) -> list[Check]:
+    """Rows of `bench tune` as rows of this table: the time of what is used, and what is faster."""
+    checks = []
+    for its in rows:
+        check = Check(f"tune: {its.case}", its.shape, p50_us=its.in_use_us)
+        if not its.in_use:
+            check.verdict, check.failed = its.left_out[0], its.left_out[0] != OUT_OF_TIME
+        elif its.fastest == its.in_use:
+            check.verdict = "fastest as in use"
+        else:
+            check.verdict = f"{its.fastest_us:.1f} us by {its.fastest}"
+        checks.append(check)
+    return checks
+
+
 def main(arguments: Sequence[str]) -> int:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(
@@ -156,9 +201,14 @@ def main(arguments: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("names", nargs="*", help="cases; default: all")
-    parser.add_argument("--budget", type=float, default=330.0, help="seconds (%(default)s)")
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds (%(default)s)")
     parser.add_argument("--two-devices", action="store_true", help="also draft on a second GPU")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="checks, times and rows of tuning, with the machine",
+    )
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("bench gpu: no GPU here (torch.cuda.is_available() is False); nothing was checked.")
@@ -173,11 +223,11 @@ def main(arguments: Sequence[str]) -> int:
     return _run(options)
 
 
-def _run(options: argparse.Namespace) -> int:
-    from . import cases, measure, timing  # noqa: F401  cases registers them
+def _run(options: argparse.Namespace, device: str = "cuda") -> int:
+    from . import cases, measure, timing, tune  # noqa: F401  cases registers them
 
     began = time.monotonic()
-    left = lambda: options.budget - (time.monotonic() - began)  # noqa: E731
+    budget = Budget(options.budget, SHARES_TWO if options.two_devices else SHARES)
     machine = report.machine()
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
     roof, floor = timing.measured_roof(), timing.launch_floor_us()
@@ -190,15 +240,16 @@ def _run(options: argparse.Namespace) -> int:
         for case in chosen
         if index < len(case.shapes)
     ]
-    rows = [] if options.names else engine_checks(options.two_devices, left)
-    results = []
+    engine_left = functools.partial(budget.left, "engine")
+    rows = [] if options.names else engine_checks(options.two_devices, engine_left)
+    results, lost = [], False
     for case, shape in work:
         row = Check(case.name, shape_id(shape))
         rows.append(row)
-        if left() < 20:
-            row.verdict = "not reached: out of time"
+        if budget.left("kernels") < 5:
+            row.verdict = OUT_OF_TIME
             continue
-        print(f"{time.monotonic() - began:5.0f} s  {row.case} {row.shape}", file=sys.stderr)
+        print(f"{budget.left('kernels'):5.0f} s left  {row.case} {row.shape}", file=sys.stderr)
         try:
             rows[-1] = row = check(case, shape)
             timed = measure.measure_times(case, shape, case.dtype, ["ours", "torch"], roof)
@@ -206,6 +257,7 @@ def _run(options: argparse.Namespace) -> int:
             row.verdict, row.failed = f"{type(error).__name__}: {error}".split("\n")[0], True
             if isinstance(error, torch.AcceleratorError):
                 print("the CUDA context is lost: stopping here")
+                lost = True
                 break
             continue
         results += timed
@@ -215,11 +267,14 @@ def _run(options: argparse.Namespace) -> int:
                 row.percent_of_roof = result.percent_of_roof
             else:
                 row.torch_us = result.p50_us
-    if not options.names and left() > 20:
+    if not options.names and not lost and budget.left("tuning") > 20:
         try:
             rows.append(far_offsets())
         except Exception as error:  # noqa: BLE001
             rows.append(Check("int64 offsets", "-", f"{type(error).__name__}: {error}", True))
+    ops = [op for op in tune.first_shapes() if op[0] in chosen and not lost]
+    tuned = tune.tune_all(ops, timing.time_us, device, functools.partial(budget.left, "tuning"))
+    rows += tuning_checks(tuned)
     failed = sum(row.failed for row in rows)
     headers = ("case", "shape", "check", "graph", "launches", "p50 us", "% of roof", "torch us")
     print(
@@ -232,7 +287,15 @@ def _run(options: argparse.Namespace) -> int:
             ],
         )
     )
-    print(f"{len(rows)} checks, {failed} failed, {time.monotonic() - began:.0f} s")
+    for its in tuned:
+        for reason in its.left_out if its.in_use else ():
+            print(f"left out, tune: {its.case}: {reason}")
+    missed = [row.case for row in rows if row.verdict == OUT_OF_TIME]
+    print(f"{len(rows)} rows, {failed} failed, {time.monotonic() - began:.0f} s", end="")
+    print(f"; out of time: {', '.join(dict.fromkeys(missed))}" if missed else "")
     if options.json:
-        report.write_json(options.json, results)
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        parts: dict[str, list[Any]] = {"results": results, "checks": rows, "tuning": tuned}
+        data = {name: [dataclasses.asdict(row) for row in part] for name, part in parts.items()}
+        options.json.write_text(json.dumps({"machine": machine} | data, indent=1) + "\n")
     return int(failed > 0)

@@ -8,6 +8,7 @@ two streams, and two devices, must give its text.
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 
 PROMPTS, NEW_TOKENS, K, BRANCHES = 4, 96, 4, 16
+CHUNK = 512
+"""Tokens of a prompt that are taken in at once."""
 
 
 def pair(dtype: torch.dtype, devices: tuple[str, str], *, hidden: int, layers: int) -> Any:
@@ -56,13 +59,17 @@ def run(target: Any, draft: Any, **options: Any) -> tuple[list[list[int]], dict[
         engine.generate(prompts, SamplingParams(max_new_tokens=12))
         engine.reset_stats()
         outputs = engine.generate(prompts, params)
-        return [output.token_ids for output in outputs], engine.stats()
+        stats = engine.stats()
+        rounds = sum(span.name == "verify" for span in engine.spans)
+    return [output.token_ids for output in outputs], stats | {
+        "round_ms": 1e3 * stats["seconds"] / rounds
+    }
 
 
 def lanes_agree(devices: tuple[str, str]) -> tuple[str, bool]:
     """float32: the text of two streams is that of one; on two devices that of one device."""
     target, draft = pair(torch.float32, (devices[0], devices[0]), hidden=512, layers=8)
-    options = {"reproducible": True, "policy": "fixed"}
+    options = {"reproducible": True, "policy": "fixed", "cuda_graphs": False}
     expected, before = run(target, draft, lane="inline", **options)
     found, stats = run(target, draft.to(devices[1]), lane="stream", **options)
     if stats["speculation"] != "on" or before["speculation"] != "on":
@@ -75,6 +82,22 @@ def lanes_agree(devices: tuple[str, str]) -> tuple[str, bool]:
     return f"ok, {hits}", False
 
 
+def graphs_agree(devices: tuple[str, str]) -> tuple[str, bool]:
+    """float32: the text with CUDA graphs is that without, and what a round takes with both."""
+    target, draft = pair(torch.float32, devices, hidden=512, layers=8)
+    found = {
+        on: run(target, draft, lane="stream", cuda_graphs=on, reproducible=True, policy="fixed")
+        for on in (False, True)
+    }
+    for name, its in found[True][1]["cuda_graphs"].items():
+        if not its["captured"] or its["eager"]:
+            return f"{name}: {its['eager']} forwards were not replayed: {its['why']}", True
+    differ = sum(a != b for a, b in zip(found[False][0], found[True][0], strict=True))
+    off, on = found[False][1]["round_ms"], found[True][1]["round_ms"]
+    words = f"{differ} of {len(found[True][0])} texts differ" if differ else "ok"
+    return f"{words}, a round {off:.2f} ms without, {on:.2f} ms with graphs", differ > 0
+
+
 def speed(devices: tuple[str, str]) -> tuple[str, bool]:
     """bfloat16: tokens a second of plain decoding, SD and SSD, and how much of the draft's work
     lay beside the target's. Not a check: random models say nothing of real acceptance."""
@@ -83,6 +106,9 @@ def speed(devices: tuple[str, str]) -> tuple[str, bool]:
     for method, lane in (("ar", "auto"), ("sd", "stream"), ("ssd", "stream")):
         _, stats = run(target, None if method == "ar" else draft, method=method, lane=lane)
         words.append(f"{method} {stats['tokens_per_s']:.0f} tok/s")
+    _, plain = run(target, draft, lane="stream", cuda_graphs=False)
+    rounds = f"{plain['round_ms']:.2f} ms without graphs, {stats['round_ms']:.2f} ms with"
+    words.append(f"a round {rounds}")
     words.append(f"overlap {stats['overlap']:.0%}, verify {stats['t_verify_ms']:.2f} ms")
     words.append(f"ahead {stats['t_look_ahead_ms']:.2f} ms")
     return ", ".join(words), stats["speculation"] != "on"
@@ -131,6 +157,38 @@ def round_as_graph(device: str) -> tuple[str, bool]:
     return f"{words}, eager {eager:.0f} us, replayed {replayed:.0f} us", not same
 
 
+def flash_agrees(device: str) -> tuple[str, bool]:
+    """bfloat16 chains of rows of several lengths by both attentions, and what each takes."""
+    from saguaro_kernels.tree_attention import tree_attention
+    from saguaro_runtime.models import flash
+
+    try:
+        import flash_attn
+    except ImportError as missing:
+        return f"not compared, flash-attn cannot be imported: {missing}", False
+    torch.manual_seed(0)
+    draw = functools.partial(torch.randn, device=device, dtype=torch.bfloat16)
+    table = torch.arange(5 * PROMPTS, dtype=torch.int32, device=device).flip(0).view(PROMPTS, 5)
+    keys, values = draw(2, table.numel(), flash.page_size("flash"), 4, 128)
+    trunk = torch.arange(PROMPTS, dtype=torch.int32, device=device) * 97 + 300
+    ours: Any = tree_attention
+    words, worst = [f"flash-attn {flash_attn.__version__}"], 0.0
+    for name, width in (("verification", K + 1), ("prompt", CHUNK)):
+        query = draw(PROMPTS, width, 16, 128)
+        depth = torch.arange(width, dtype=torch.int32, device=device).repeat(PROMPTS, 1)
+        lengths: Any = {"trunk_len": trunk, "depth": depth, "draft_len": 0, "step": -1}
+        for options in ({"window": 100, "softcap": 3.0}, {}):
+            pages = (query, keys, values, table)
+            tree = functools.partial(ours, *pages, **lengths, **options)
+            theirs = functools.partial(flash.attend, *pages, trunk + width, **options)
+            expected, found = tree().float(), theirs().float()
+            error = float((found - expected).square().mean().sqrt() / expected.std())
+            worst = max(worst, error)
+        words.append(f"{name} {_time_us(theirs):.0f} us, ours {_time_us(tree):.0f} us")
+    words.append(f"RMS error {worst:.2%} of the deviation")
+    return ", ".join(words), not worst < 0.02
+
+
 def _time_us(work: Callable[[], Any], repeats: int = 20) -> float:
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -145,13 +203,16 @@ def parts(two_devices: bool) -> list[tuple[str, str, Callable[[], tuple[str, boo
     one = ("cuda:0", "cuda:0")
     found = [
         ("engine: streams = inline", f"B{PROMPTS}-K{K}-M{BRANCHES}", lambda: lanes_agree(one)),
+        ("engine: graphs = no graphs", f"B{PROMPTS}-K{K}-M{BRANCHES}", lambda: graphs_agree(one)),
         ("engine: a round as a graph", f"B{PROMPTS}-K{K}", lambda: round_as_graph("cuda:0")),
+        ("engine: flash = tree attention", f"B{PROMPTS}-K{K}", lambda: flash_agrees("cuda:0")),
         ("engine: speed, 1 device", f"B{PROMPTS}-K{K}-M{BRANCHES}", lambda: speed(one)),
     ]
     if two_devices:
         two = ("cuda:0", "cuda:1")
         found += [
             ("engine: 2 devices = inline", f"B{PROMPTS}-K{K}", lambda: lanes_agree(two)),
+            ("engine: graphs, 2 devices", f"B{PROMPTS}-K{K}", lambda: graphs_agree(two)),
             ("engine: speed, 2 devices", f"B{PROMPTS}-K{K}", lambda: speed(two)),
         ]
     return found

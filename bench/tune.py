@@ -19,6 +19,7 @@ import importlib
 import itertools
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +29,12 @@ from unittest import mock
 import torch
 
 from . import report, timing
-from .gpu import difference
+from .gpu import OUT_OF_TIME, difference
 from .measure import copies, moved, outputs
 from .registry import CASES, Case, Shape, select, shape_id
+
+_LEAST_S = 1.0
+"""Seconds of an op below which it is not begun."""
 
 Timer = Callable[[Mapping[str, Sequence[timing.Run]]], dict[str, list[float]]]
 """`timing.time_us`: sorted microseconds of each provider."""
@@ -154,10 +158,32 @@ def in_use(case: Case, shape: Shape, dtype: torch.dtype, tunable: Tunable, devic
     raise LookupError(f"{case.name}: {tunable.heuristic} was not asked")
 
 
+def every(tunable: Tunable) -> list[dict[str, int]]:
+    """All combinations of the sizes."""
+    combinations = itertools.product(*tunable.choices.values())
+    return [dict(zip(tunable.choices, values, strict=True)) for values in combinations]
+
+
+def one_at_a_time(tunable: Tunable) -> list[dict[str, int]]:
+    """Each size in the place of the heuristic's, which keeps the others."""
+    return [{name: size} for name, sizes in tunable.choices.items() for size in sizes]
+
+
 def tune(
-    case: Case, shape: Shape, dtype: torch.dtype, tunable: Tunable, timer: Timer, device: str
+    case: Case,
+    shape: Shape,
+    dtype: torch.dtype,
+    tunable: Tunable,
+    timer: Timer,
+    device: str,
+    *,
+    changes: Callable[[Tunable], list[dict[str, int]]] = every,
+    left: Callable[[], float] = lambda: float("inf"),
 ) -> Row:
-    """Time every combination that launches and agrees with the heuristic's results."""
+    """Time every combination that launches and agrees with the heuristic's results.
+
+    left: seconds; once there are none, what has not been tried is left out, and named.
+    """
     default = in_use(case, shape, dtype, tunable, device)
     ours = case.providers["ours"]
     # All combinations share the copies: a second set for each would not fit.
@@ -165,20 +191,22 @@ def tune(
     rotated = [case.inputs(shape, dtype, device)]
     rotated += [moved(rotated[0], device) for _ in range(count - 1)]
 
-    def run(inputs: Any, changes: Mapping[str, int]) -> Any:
-        with chosen(tunable, changes):
+    def run(inputs: Any, its: Mapping[str, int]) -> Any:
+        with chosen(tunable, its):
             return ours(inputs)
 
-    combinations = itertools.product(*tunable.choices.values())
-    tried = [{}, *(dict(zip(tunable.choices, values, strict=True)) for values in combinations)]
+    # Each config once, and the heuristic's first: it is what the others are compared with.
+    tried = {repr(dataclasses.replace(default, **its)): its for its in ({}, *changes(tunable))}
     runs: dict[str, list[timing.Run]] = {}
     expected: list[torch.Tensor] = []
     left_out = []
-    for changes in tried:
-        config = repr(dataclasses.replace(default, **changes))
+    for config, its in tried.items():
+        if runs and left() <= 0:
+            left_out.append(f"{config}: out of time")
+            continue
         inputs = case.inputs(shape, dtype, device)
         try:
-            results = outputs(inputs, run(inputs, changes))
+            results = outputs(inputs, run(inputs, its))
         except Exception as error:  # noqa: BLE001  too large for this machine, or not allowed
             left_out.append(f"{config}: {type(error).__name__}: {error}".split("\n")[0])
             continue
@@ -186,9 +214,9 @@ def tune(
         verdict, wrong = difference(results, expected)
         if wrong:
             left_out.append(f"{config}: {verdict}")
-        elif config not in runs:
-            runs[config] = [functools.partial(run, its, changes) for its in rotated]
-    medians = {name: timing.percentile(its, 0.5) for name, its in timer(runs).items()}
+        else:
+            runs[config] = [functools.partial(run, inputs, its) for inputs in rotated]
+    medians = {name: timing.percentile(times, 0.5) for name, times in timer(runs).items()}
     fastest = min(medians, key=lambda config: medians[config])
     return Row(
         case.name, shape_id(shape), str(dtype).removeprefix("torch."), repr(default),
@@ -226,6 +254,47 @@ def work(name: str) -> list[tuple[Case, Shape, Tunable]]:
                 if bool(filtered) <= ("top_k" in shape or "top_p" in shape):
                     found.append((case, shape, tunable))
     return found
+
+
+def first_shapes() -> list[tuple[Case, Shape, Tunable]]:
+    """One shape of every heuristic: the first of its first case."""
+    firsts = []
+    for label, tunable in TUNABLES.items():
+        found = [its for its in work(label.partition(", ")[0]) if its[2] is tunable]
+        firsts += found[:1]
+    return firsts
+
+
+def _until(moment: float) -> float:
+    return moment - time.monotonic()
+
+
+def tune_all(
+    ops: Sequence[tuple[Case, Shape, Tunable]],
+    timer: Timer,
+    device: str,
+    left: Callable[[], float],
+) -> list[Row]:
+    """Rows of `ops`, one size varied at a time, in the seconds left: each op has an equal part of
+    what those before it have left over. Where nothing could be timed, `in_use` is "" and `left_out`
+    says why."""
+    rows = []
+    for index, (case, shape, tunable) in enumerate(ops):
+        stop = time.monotonic() + left() / (len(ops) - index)
+        name = str(case.dtype).removeprefix("torch.")
+        row = Row(case.name, shape_id(shape), name, "", left_out=(OUT_OF_TIME,))
+        if _until(stop) >= _LEAST_S:
+            print(f"{left():5.0f} s left  tune {case.name} {shape_id(shape)}", file=sys.stderr)
+            try:
+                row = tune(
+                    case, shape, case.dtype, tunable, timer, device,
+                    changes=one_at_a_time, left=functools.partial(_until, stop),
+                )  # fmt: skip
+            except Exception as error:  # noqa: BLE001  one broken kernel must not end the table
+                reason = f"{type(error).__name__}: {error}".split("\n")[0]
+                row = dataclasses.replace(row, left_out=(reason,))
+        rows.append(row)
+    return rows
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pretend_cuda
+import pretend_flash
 import pytest
 import tiny_models
 import torch
 
 import bench.cases  # noqa: F401  registers them
 from bench import __main__ as command
-from bench import gpu, gpu_engine, measure
+from bench import gpu, gpu_engine, measure, timing, tune
 from bench.registry import CASES
+from saguaro_kernels import _launch
+from saguaro_runtime.models import flash
 
 
 def test_without_a_gpu_it_says_so(capsys, monkeypatch) -> None:
@@ -92,6 +99,15 @@ def test_the_engine_s_part_runs(devices: tuple[str, str], monkeypatch: pytest.Mo
         )
         words, failed = gpu_engine.lanes_agree(devices)
         assert words.startswith("1 of 1 texts differ") and failed
+        monkeypatch.setattr(gpu_engine, "run", run)
+        words, failed = gpu_engine.graphs_agree(devices)
+        assert words.startswith("ok, a round ") and not failed
+        monkeypatch.setattr(
+            gpu_engine, "run",
+            lambda *a, **o: ([[o["cuda_graphs"]]], run(*a, **o)[1]),
+        )  # fmt: skip
+        words, failed = gpu_engine.graphs_agree(devices)
+        assert words.startswith("1 of 1 texts differ") and failed
     assert not machine.races
 
 
@@ -108,3 +124,155 @@ def test_a_part_that_fails_does_not_end_the_others(monkeypatch: pytest.MonkeyPat
     ]
     late = gpu.engine_checks(False, lambda: 10.0)
     assert {row.verdict for row in late} == {"not reached: out of time"}
+
+
+def test_shares_of_the_budget() -> None:
+    """A part has what those before it left over, and all end half a minute before 6 minutes."""
+    now = [100.0]
+    for shares in (gpu.SHARES, gpu.SHARES_TWO):
+        assert sum(shares.values()) == gpu.BUDGET_S == 330
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu, "time", clock)
+        budget = gpu.Budget(gpu.BUDGET_S, gpu.SHARES)
+        assert budget.left("engine") == 90 and budget.left("kernels") == 210
+        now[0] += 50
+        assert budget.left("engine") == 40 and budget.left("kernels") == 160
+        now[0] += 265
+        assert budget.left("tuning") == 0 and budget.left("end") == 15
+        assert gpu.Budget(33, gpu.SHARES).left("engine") == 9
+
+
+SMALL = [
+    ("verify.block", {"B": 1, "K": 1, "V": 256, "T": 1.0, "rule": "block"}, {"block_v": (128,)}),
+    ("residual", {"R": 1, "V": 256, "T": 1.0}, {"block_v": (128, 256)}),
+    ("row_stats", {"R": 1, "V": 256, "T": 1.0}, {"block": (100, 128), "num_warps": (4, 8)}),
+]
+"""Cases, shapes and sizes to try that the interpreter runs at once; 100 does not launch."""
+
+
+@pytest.fixture
+def dry(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """`bench gpu` without what needs a GPU, by a clock that stands still: returns [now]."""
+    now = [0.0]
+
+    def part(seconds: float, result: Any) -> Any:
+        now[0] += seconds
+        return result
+
+    def check(case: Any, shape: Any) -> gpu.Check:
+        return part(30.0, gpu.Check(case.name, gpu.shape_id(shape), "ok", graph="equal"))
+
+    def time_us(providers: Any) -> dict[str, list[float]]:
+        return {config: [9.0 - ("=128" in config)] for config in part(2.0, providers)}
+
+    def parts(two_devices: bool) -> list[Any]:
+        return [(f"engine: {n}", "-", lambda: part(40.0, ("ok", False))) for n in range(4)]
+
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    for module in (gpu, tune):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(timing, "measured_roof", lambda: part(1.0, 4e12))
+    monkeypatch.setattr(timing, "launch_floor_us", lambda: 1.0)
+    monkeypatch.setattr(timing, "time_us", time_us)
+    monkeypatch.setattr(gpu_engine, "parts", parts)
+    monkeypatch.setattr(gpu, "check", check)
+    monkeypatch.setattr(gpu, "far_offsets", lambda: gpu.Check("int64 offsets", "-", "ok"))
+    monkeypatch.setattr(measure, "measure_times", lambda *_: [])
+    small = [
+        (CASES[name], shape, tune.Tunable(tune.TUNABLES[name.partition(".")[0]].heuristic, sizes))
+        for name, shape, sizes in SMALL
+    ]
+    monkeypatch.setattr(tune, "first_shapes", lambda: small)
+    return now
+
+
+def options(**given: Any) -> SimpleNamespace:
+    usual = {"names": [], "budget": gpu.BUDGET_S, "two_devices": False, "json": None}
+    return SimpleNamespace(**(usual | given))
+
+
+def test_a_whole_run_ends_in_time(dry: list[float], tmp_path: Path, capsys: Any) -> None:
+    """Parts that take longer than their shares lose the last of their rows, not of the next's."""
+    file = tmp_path / "out" / "gpu.json"
+    assert gpu._run(options(json=file), "cpu") == 0
+    assert dry[0] <= gpu.BUDGET_S
+    data = json.loads(file.read_text())
+    verdicts = {(row["case"], row["shape"]): row["verdict"] for row in data["checks"]}
+    engine = [verdicts[f"engine: {n}", "-"] for n in range(4)]
+    assert engine == ["ok", "ok", gpu.OUT_OF_TIME, gpu.OUT_OF_TIME]
+    kernels = [row["verdict"] for row in data["checks"] if row["graph"] == "equal"]
+    assert len(kernels) == 5  # 81 to 210 seconds, 30 each
+    tuned = {row["case"]: row for row in data["tuning"]}
+    assert list(tuned) == [name for name, _, _ in SMALL]
+    assert all("=128" in row["fastest"] and row["fastest_us"] == 8.0 for row in tuned.values())
+    assert len(tuned["row_stats"]["left_out"]) == 1 and "100" in tuned["row_stats"]["left_out"][0]
+    printed = capsys.readouterr().out
+    assert "tune: residual" in printed and "8.0 us by VerifyConfig(block_v=128" in printed
+    assert "left out, tune: row_stats: ScanConfig(block=100" in printed
+    assert "0 failed, 237 s; out of time: engine: 2, engine: 3, " in printed
+
+
+def test_tuning_stops_when_its_time_is_spent(
+    dry: list[float], capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each op has its part of what is left, and what is not tried is named."""
+    outputs, ops = tune.outputs, tune.first_shapes()
+
+    def slow(*arguments: Any) -> Any:  # called once for each combination that is tried
+        dry[0] += 20.0
+        return outputs(*arguments)
+
+    monkeypatch.setattr(tune, "outputs", slow)
+    rows = tune.tune_all(ops, timing.time_us, "cpu", lambda: 63.0 - dry[0])
+    assert [bool(row.in_use) for row in rows] == [True, True, False]
+    assert dry[0] <= 63 + 22 and rows[0].left_out == ()
+    assert [reason.partition(": ")[2] for reason in rows[1].left_out] == ["out of time"] * 2
+    assert rows[2].left_out == (gpu.OUT_OF_TIME,)
+    checks = gpu.tuning_checks(rows)
+    assert [its.failed for its in checks] == [False] * 3
+    assert checks[2].verdict == gpu.OUT_OF_TIME
+
+
+def test_an_op_that_cannot_be_tuned_fails_alone(
+    dry: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(inputs: Any) -> None:
+        raise RuntimeError("no kernel image\nand more")
+
+    case, shape, tunable = tune.first_shapes()[1]
+    ops = [(dataclasses.replace(case, providers={"ours": broken}), shape, tunable)]
+    rows = tune.tune_all([*ops, tune.first_shapes()[0]], timing.time_us, "cpu", lambda: 60.0)
+    first, second = gpu.tuning_checks(rows)
+    assert first.failed and first.verdict == "RuntimeError: no kernel image"
+    assert not second.failed and second.p50_us == 9.0
+
+
+def test_every_heuristic_is_tuned_once() -> None:
+    firsts = tune.first_shapes()
+    assert len(firsts) == len(tune.TUNABLES)
+    assert {id(its) for _, _, its in firsts} == {id(its) for its in tune.TUNABLES.values()}
+    for _, _, tunable in firsts:
+        changes = tune.one_at_a_time(tunable)
+        assert len(changes) == sum(map(len, tunable.choices.values()))
+        assert all(len(its) == 1 for its in changes)
+
+
+def test_the_two_attentions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a flash-attn that sees a key less is found."""
+    monkeypatch.setattr(gpu_engine, "_time_us", lambda work: 1.0)
+    monkeypatch.setattr(gpu_engine, "PROMPTS", 2)
+    monkeypatch.setattr(gpu_engine, "CHUNK", 20)
+    monkeypatch.setattr(_launch, "INTERPRETED", False)  # ours by its reference
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "flash_attn", None)
+        words, failed = gpu_engine.flash_agrees("cpu")
+        assert words.startswith("not compared") and not failed
+    pretend_flash.install(monkeypatch)
+    words, failed = gpu_engine.flash_agrees("cpu")
+    assert words.startswith("flash-attn 2.8.3, verification 1 us, ours 1 us, prompt") and not failed
+    attend = flash.attend
+    monkeypatch.setattr(
+        flash, "attend", lambda *its, **named: attend(*its[:4], its[4] - 1, **named)
+    )
+    assert gpu_engine.flash_agrees("cpu")[1]
