@@ -45,7 +45,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("name", nargs="?", help="a case, a group (verify), or all")
     result.add_argument("--list", action="store_true", help="the cases, what gates them, who runs")
     result.add_argument("--shapes", action="append", metavar="B=1,K=7,...",
-                        help="instead of the case's own; may be given again")  # fmt: skip
+                        help="instead of the case's own; what is left out is as in its\n"
+                             "first; may be given again")  # fmt: skip
     result.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     result.add_argument("--providers", help="comma-separated; default: all")
     result.add_argument("--quick", action="store_true", help="the first shapes of each case")
@@ -78,6 +79,8 @@ def main(arguments: Sequence[str]) -> int:
     options = parser().parse_args([*peers, *arguments[1:]] if peers else arguments)
     from . import run
 
+    if arguments and not (options.list or options.name):
+        parser().error("want a case, a group or all, or --list")
     if options.list or not options.name:
         print(run.listing())
         return 0

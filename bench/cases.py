@@ -136,7 +136,10 @@ def _verify_case(
 # less what a backward scan can skip; greedy needs no bonus row; coupled may.
 _verify_case("token", lambda K: K + 2, launches=3, limit=1.15)
 _verify_case("block", lambda K: K + 2, launches=4, limit=3.2 / 2.31)
-_verify_case("block-close", lambda K: 2 * K + 1, launches=4, limit=5.6 / 3.85, inputs="close")
+_verify_case(
+    "block-close", lambda K: 2 * K + 1, launches=4, limit=5.6 / 3.85, inputs="close",
+    summary="block where draft and target nearly agree: its worst case",
+)  # fmt: skip
 _verify_case(
     "hsd", lambda K: K + 2, launches=4, limit=3.2 / 2.31,
     summary="block by another name: why, in docs/theory.md, The rules",

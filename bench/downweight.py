@@ -66,11 +66,11 @@ def measure(rounds: int, factors: Sequence[float]) -> Iterator[Row]:
 def render(rows: Sequence[Row]) -> str:
     """The table."""
     headers = ("ranking", "C", "rounds", "acceptance", "hit rate", "tokens/round")
-    return report.table(
-        headers,
-        [(r.ranking, r.factor, r.rounds, r.acceptance, r.hit_rate, r.tokens_per_round)
-         for r in rows],
-    )  # fmt: skip
+    lines = [
+        (r.ranking, r.factor, r.rounds, r.acceptance, r.hit_rate, r.tokens_per_round) for r in rows
+    ]
+    note = "Counted over these rounds: drafts kept of those judged; outcomes that were prepared."
+    return f"{report.table(headers, lines)}\n{note}"
 
 
 def main(arguments: Sequence[str]) -> int:

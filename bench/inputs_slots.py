@@ -116,9 +116,13 @@ def promote_pages_op(impl: Impl) -> Run:
 
 
 def _hits(shape: Shape, device: str) -> dict[str, Any]:
-    """A branch in the middle, after three accepted drafts, for each request."""
+    """A branch in the middle of each request, after three accepted drafts or all of fewer."""
     whole = lambda value: torch.full((shape["B"],), value, dtype=torch.int32, device=device)  # noqa: E731
-    lengths = {"trunk_len": whole(256), "depth": whole(3), "branch": whole(shape["M"] // 2)}
+    lengths = {
+        "trunk_len": whole(256),
+        "depth": whole(min(3, shape["K"])),
+        "branch": whole(shape["M"] // 2),
+    }
     return lengths | {"draft_len": shape["K"], "branches": shape["M"]}
 
 

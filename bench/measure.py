@@ -158,6 +158,12 @@ def with_compiled(case: Case) -> dict[str, Any]:
     return providers
 
 
+def is_commit(name: str) -> bool:
+    """Whether `name` is a commit of this repository."""
+    git = ["git", "-C", str(ROOT), "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}"]
+    return has_tests() and subprocess.run(git, check=False, capture_output=True).returncode == 0
+
+
 def against(base: str, arguments: Sequence[str]) -> list[Result]:
     """The same measurement at another commit, in a working tree of its own."""
     with tempfile.TemporaryDirectory() as folder:

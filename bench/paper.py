@@ -19,6 +19,11 @@ from typing import Any
 
 from . import report
 
+_LEGEND = """\
+Rates in tokens/s. Published: by the paper. Predicted: by the planner from the inputs below, not
+from the rate beside it. Nothing is measured but for a pair given by path.
+"""
+
 
 def configs(k: int, fan_out: int) -> dict[str, Any]:
     """AR, SD and SSD as the authors ran them."""
@@ -31,6 +36,13 @@ def configs(k: int, fan_out: int) -> dict[str, Any]:
     }  # fmt: skip
     methods: tuple[Method, ...] = ("ar", "sd", "ssd")
     return {its.upper(): EngineConfig(method=its, **common) for its in methods}
+
+
+def predicted() -> str:
+    """The published rates, the planner's, and the inputs of these."""
+    from saguaro_runtime.planner import published
+
+    return f"{_LEGEND}\n{published.render()}"
 
 
 def measure(
@@ -94,9 +106,11 @@ def main(arguments: Sequence[str]) -> int:
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     add("--json", type=Path, metavar="FILE", help="what was measured, with the machine")
     options = parser.parse_args(arguments)
-    print(published.render())
     if (options.target is None) != (options.draft is None):
         parser.error("--target and --draft: want both, or neither")
+    if options.json and options.target is None:
+        parser.error("--json: writes what was measured; want --target and --draft, too")
+    print(predicted())
     if options.target is None:
         return 0
     pair = next(its for its in published.PAIRS if its.name.lower().startswith(options.pair))

@@ -4,7 +4,8 @@
     python -m bench readme --check    says whether they are current
 
 A table stands between `<!-- bench: NAME -->` and `<!-- /bench: NAME -->`; NAME is a file of
-`bench/results` that `python -m bench ... --json` wrote. Plots that are out of date are drawn, too.
+`bench/results` that `python -m bench ... --json` wrote, or "paper", which is computed. Plots that
+are out of date are drawn, too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from saguaro_runtime.demo import report as demo_report
 
-from . import end_to_end, equality, hit_rates, plots, report, scripted
+from . import end_to_end, equality, hit_rates, paper, plots, report, scripted
 
 PAGES = (report.HERE.parent / "README.md", report.HERE.parent / "docs" / "measured.md")
 RESULTS = report.HERE / "results"
@@ -90,6 +91,11 @@ def scripted_runs(path: Path = RESULTS / "scripted.json") -> str:
     return f"\n```text\n{table}\n```\n\n`python -m bench scripted`, {_taken(found['machine'])}.\n"
 
 
+def paper_rates() -> str:
+    """What `python -m bench paper` prints without a pair: nothing of it is measured."""
+    return f"\n```text\n{paper.predicted()}\n```\n\n`python -m bench paper`.\n"
+
+
 def end_to_end_runs(path: Path = RESULTS / "end_to_end.json") -> str:
     """What `python -m bench end_to_end` found."""
     found, rows = end_to_end.read(path)
@@ -122,6 +128,7 @@ SECTIONS = {
     "texts": texts,
     "plots": plots.markdown,
     "scripted": scripted_runs,
+    "paper": paper_rates,
     "end_to_end": end_to_end_runs,
     "hit_rates": rates,
 }

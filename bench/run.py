@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +21,7 @@ from . import (  # noqa: F401  cases registers them
     report,
     timing,
 )
-from .registry import CASES, Case, Shape, select
+from .registry import CASES, Case, Shape, select, shape_id
 from .systems import SYSTEM, System
 
 
@@ -40,14 +40,59 @@ def parse_shape(text: str) -> dict[str, Any]:
     return {key.strip(): value(part) for key, _, part in pairs}
 
 
+def shape_of(case: Case, text: str) -> dict[str, Any]:
+    """The shape that --shapes gives; what it leaves out is as in the first of the case.
+
+    Raises:
+        ValueError: the case has no such dimension, or it takes no such value.
+    """
+    first = case.shapes[0]
+    known = {key for shape in case.shapes for key in shape}
+    known |= {"top_k", "top_p"} if "T" in first else set()
+    given = parse_shape(text)
+    for key, value in given.items():
+        if key not in known:
+            example = ",".join(f"{k}={v}" for k, v in first.items())
+            raise ValueError(f"--shapes {text}: {case.name} has no {key!r}; want {example}")
+        usual = first.get(key)
+        if (isinstance(usual, str) != isinstance(value, str) and usual is not None) or (
+            isinstance(usual, int) and (not isinstance(value, int) or value < 1)
+        ):
+            raise ValueError(f"--shapes {text}: {key}={value}, want one like {key}={usual}")
+    return {**first, **given}
+
+
+def wrong(options: argparse.Namespace, chosen: Sequence[Case]) -> str:
+    """Why these options cannot be followed; "" where they can. Asked before anything runs."""
+    if not chosen:
+        return f"no case {options.name!r}; python -m bench --list shows them"
+    if options.machine not in report.BANDWIDTHS:
+        return f"--machine: want one of {', '.join(report.BANDWIDTHS)}"
+    known = dict.fromkeys(name for case in chosen for name in (*case.providers, "torch.compile"))
+    unknown = [name for name in (options.providers or "").split(",") if name and name not in known]
+    if unknown:
+        return f"--providers: no {', '.join(unknown)} here; want some of {', '.join(known)}"
+    try:
+        for case in chosen:
+            for text in options.shapes or ():
+                shape_of(case, text)
+    except ValueError as error:
+        return str(error)
+    if options.base and not measure.is_commit(options.base):
+        return f"--base {options.base}: no commit of that name here"
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        return "--plot needs matplotlib: pip install matplotlib"
+    for path in (options.csv, options.json, options.plot):
+        if path and path.is_dir():
+            return f"{path} is a folder; want a file"
+    return ""
+
+
 def kernels(options: argparse.Namespace, *, beside_peers: bool = False) -> int:
     """Measure the kernel cases that `options` name, print them and write the files asked for."""
     chosen = select(options.name)
-    if not chosen:
-        print(f"no case {options.name!r}; python -m bench --list shows them", file=sys.stderr)
-        return 2
-    if options.machine not in report.BANDWIDTHS:
-        print(f"--machine: want one of {', '.join(report.BANDWIDTHS)}", file=sys.stderr)
+    if reason := wrong(options, chosen):
+        print(reason, file=sys.stderr)
         return 2
     on_gpu = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET", "0") in ("", "0")
     roof, floor = (timing.measured_roof(), timing.launch_floor_us()) if on_gpu else (0.0, 0.0)
@@ -70,6 +115,9 @@ def kernels(options: argparse.Namespace, *, beside_peers: bool = False) -> int:
         failed = _binaries([case for case in chosen if case.gate not in red])
     if options.base:
         print(_compare(results, options))
+    for result in filter(_bad, results):
+        why = result.note or "ours moves, launches or waits for more than its limit allows"
+        print(f"FAILED {result.case} {result.shape}: {why}")
     for case in chosen:
         if case.gate in red:
             print(f"RED {case.name}: not measured, {red[case.gate]}")
@@ -81,12 +129,13 @@ def kernels(options: argparse.Namespace, *, beside_peers: bool = False) -> int:
         (report.plot, options.plot),
     ):
         if path and results:
+            path.parent.mkdir(parents=True, exist_ok=True)
             write(path, results)
     return int(bool(red) or failed or any(_bad(result) for result in results))
 
 
 def _measure(case: Case, options: argparse.Namespace, roof: float | None) -> list[report.Result]:
-    shapes: list[Shape] = [parse_shape(text) for text in options.shapes or ()]
+    shapes: list[Shape] = [shape_of(case, text) for text in options.shapes or ()]
     shapes = shapes or list(case.shapes[: case.quick] if options.quick else case.shapes)
     dtype = getattr(torch, options.dtype) if options.dtype else case.dtype
     known = measure.with_compiled(case) if roof else dict(case.providers)
@@ -94,12 +143,26 @@ def _measure(case: Case, options: argparse.Namespace, roof: float | None) -> lis
     names = [name for name in names if name in known]
     results = []
     for shape in shapes:
-        print(f"{case.name} {shape}", file=sys.stderr, flush=True)
+        start = _clock()
         if roof:
             results += measure.measure_times(case, shape, dtype, names, roof)
         else:
             results += measure.measure_traffic(case, shape, dtype, options.machine, names)
+        seconds, cpu = _since(start)
+        where = f"{case.name} {shape_id(shape)}"
+        print(f"{where}: {seconds:.1f} s, {cpu:.1f} s of CPU", file=sys.stderr, flush=True)
     return results
+
+
+def _clock() -> tuple[float, float]:
+    """Seconds on the wall, and of CPU: of this process and of those that it waited for."""
+    its = os.times()
+    return time.monotonic(), its.user + its.system + its.children_user + its.children_system
+
+
+def _since(start: tuple[float, float]) -> tuple[float, float]:
+    now = _clock()
+    return now[0] - start[0], now[1] - start[1]
 
 
 def _binaries(measured: Sequence[Case]) -> bool:
@@ -134,32 +197,30 @@ def system(case: System, arguments: Sequence[str]) -> int:
 
 def everything(options: argparse.Namespace) -> int:
     """All kernel cases, then every system case in a process of its own, then what came of it."""
-    begin = time.monotonic()
-    print(textwrap.dedent(_KERNELS).strip(), flush=True)
-    outcomes = [("kernel cases", kernels(options), time.monotonic() - begin)]
+    begin = _clock()
+    print("== kernel cases: what one call of each op moves and waits for, beside torch and others",
+          flush=True)  # fmt: skip
+    outcomes = [("kernel cases", kernels(options), *_since(begin))]
+    if outcomes[0][1] == 2:
+        return 2
     for case in SYSTEM.values():
         arguments = case.quick if options.quick else case.full
         if arguments is None or (case.repository and not measure.has_tests()):
             continue
         print(f"\n== {case.name}: {case.summary}", flush=True)
-        start = time.monotonic()
+        start = _clock()
         rest = [*arguments, *(["--no-gate"] if options.no_gate else [])]
-        outcomes.append((case.name, _process(case.name, rest), time.monotonic() - start))
+        outcomes.append((case.name, _process(case.name, rest), *_since(start)))
     print("\n== what came of it")
     verdicts = {0: "ok", 1: "FAILED", 2: "wrong usage"}
-    rows = [(name, verdicts.get(code, f"exit {code}"), s / 60) for name, code, s in outcomes]
-    rows.append(("all", verdicts[int(any(code for _, code, _ in outcomes))],
-                 (time.monotonic() - begin) / 60))  # fmt: skip
-    print(report.table(("what", "outcome", "minutes"), rows))
-    return int(any(code for _, code, _ in outcomes))
-
-
-_KERNELS = """
-    == kernel cases: what one call of each op moves and waits for, beside torch and other projects
-    launches      kernels started               syncs         times the host has to wait
-    MB bound      the least that any implementation has to move
-    ratio         bytes moved over that least   within bound  ours is held to a limit; NO fails
-"""
+    failed = int(any(code for _, code, *_ in outcomes))
+    outcomes.append(("all", failed, *_since(begin)))
+    rows = [
+        (name, verdicts.get(code, f"exit {code}"), f"{seconds:.0f}", f"{cpu:.0f}")
+        for name, code, seconds, cpu in outcomes
+    ]
+    print(report.table(("what", "outcome", "seconds", "CPU seconds"), rows))
+    return failed
 
 
 def _process(name: str, arguments: Sequence[str]) -> int:
@@ -189,7 +250,7 @@ def listing() -> str:
 
 def _compare(results: Sequence[Any], options: argparse.Namespace) -> str:
     """Ours now beside ours at --base: the ratio of times, or of bytes without a GPU."""
-    arguments = [options.name, *(["--quick"] if options.quick else [])]
+    arguments = [options.name, *(["--quick"] if options.quick else []), "--providers", "ours"]
     for shape in options.shapes or ():
         arguments += ["--shapes", shape]
     if options.dtype:
@@ -209,4 +270,4 @@ def _compare(results: Sequence[Any], options: argparse.Namespace) -> str:
             rows.append((now.case, now.shape, "bytes / bound", old.ratio, now.ratio,
                          now.ratio / old.ratio))  # fmt: skip
     headers = ("case", "shape", "what", options.base, "now", "now / base")
-    return report.table(headers, rows) if rows else f"{options.base}: nothing to compare with"
+    return report.table(headers, rows) if rows else f"{options.base} has nothing to compare with"

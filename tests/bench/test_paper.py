@@ -26,7 +26,11 @@ def test_published_and_predicted_are_printed(capsys) -> None:
 def test_a_pair_by_path_needs_both(capsys) -> None:
     with pytest.raises(SystemExit):
         command.main(["paper", "--target", "somewhere"])
-    assert "--draft" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "--draft" in said.err and not said.out
+    with pytest.raises(SystemExit):
+        command.main(["paper", "--json", "paper.json"])
+    assert "--target" in capsys.readouterr().err
 
 
 def test_a_pair_is_measured_in_the_papers_way(tmp_path, monkeypatch, capsys) -> None:

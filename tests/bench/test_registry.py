@@ -114,7 +114,7 @@ def test_every_case_knows_its_binaries() -> None:
 
 def test_the_tables_are_printed_and_written(tmp_path, capsys, monkeypatch, compiled) -> None:
     monkeypatch.setattr(measure, "gates", lambda nodes: {})
-    files = {kind: tmp_path / f"out.{kind}" for kind in ("csv", "json", "png")}
+    files = {kind: tmp_path / kind / f"out.{kind}" for kind in ("csv", "json", "png")}
     code = _run(
         "promote_branch",
         *("--shapes", "B=1,M=4,K=2,layers=2,Hkv=2,D=32"),
@@ -122,7 +122,7 @@ def test_the_tables_are_printed_and_written(tmp_path, capsys, monkeypatch, compi
     )
     out = capsys.readouterr().out
     assert code == 0
-    assert "MB bound" in out and "prediction, nothing was timed" in out
+    assert "MB bound" in out and "Counted: " in out and "prediction, nothing was timed" in out
     line = [CASES["promote_branch"].binaries, "--targets", "sm_90", "--jobs", "1"]
     assert compiled == [("compile", line)] and "binaries for sm_90" in out
     results = report.read_json(files["json"])
@@ -169,7 +169,8 @@ def test_a_missed_bound_fails_the_run(capsys, monkeypatch) -> None:
     monkeypatch.setitem(CASES, "greedy_bytes", case)
     shape = "B=1,M=4,K=2,layers=2,Hkv=2,D=32"
     assert _run("greedy_bytes", "--no-gate", "--shapes", shape, "--providers", "ours") == 1
-    assert "NO" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "NO" in out and "FAILED greedy_bytes B1-M4-K2-layers2-Hkv2-D32" in out
 
 
 def test_names_and_shapes() -> None:
@@ -186,6 +187,85 @@ def test_names_and_shapes() -> None:
         register(CASES["row_stats"])
     with pytest.raises(ValueError, match="ours"):
         Case("x", "", "", (), cases.rows_inputs, {}, lambda s, size: 1)
+
+
+def test_shapes_are_filled_in_from_the_case(tmp_path) -> None:
+    out = tmp_path / "out.json"
+    line = ["--shapes", "B=2,M=8", "--shapes", "K=3", "--dtype", "float16", "--providers", "ours"]
+    assert _run("allocate_fan_out", *line, "--no-gate", "--json", str(out)) == 0
+    found = report.read_json(out)
+    assert [(r.shape, r.dtype) for r in found] == [
+        ("B2-K7-M8", "float16"), ("B8-K3-M24", "float16"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (["nothing"], "no case 'nothing'"),
+        (["row_stats", "--shapes", "B=1"], "row_stats has no 'B'; want R=8,V=128256,T=1.0"),
+        (["verify", "--shapes", "nonsense"], "has no 'nonsense'"),
+        (["row_stats", "--shapes", "R=many"], "R=many, want one like R=8"),
+        (["row_stats", "--shapes", "R=0"], "R=0, want one like R=8"),
+        (["row_stats", "--shapes", "V=1.5"], "V=1.5, want one like V=128256"),
+        (["row_stats", "--providers", "ours,nobody"], "no nobody here; want some of ours, torch"),
+        (["row_stats", "--machine", "abacus"], "want one of H100 SXM"),
+        (["row_stats", "--base", "no-such-commit"], "no commit of that name here"),
+        (["row_stats", "--json", "bench"], "is a folder"),
+        (["all", "--quick", "--machine", "abacus"], "want one of H100 SXM"),
+    ],
+)
+def test_wrong_usage_is_refused_before_anything_runs(line, said, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(measure.ROOT)
+    monkeypatch.setattr(measure, "gates", lambda nodes: pytest.fail("ran"))
+    assert _run(*line) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_options_without_a_name_are_refused(capsys) -> None:
+    with pytest.raises(SystemExit):
+        _run("--quick")
+    assert "want a case, a group or all" in capsys.readouterr().err
+    assert _run() == 0
+    assert "allocate_fan_out" in capsys.readouterr().out
+
+
+def test_a_group_is_measured_and_compared_with_a_commit(capsys, monkeypatch) -> None:
+    """--base: the same shapes there, ours alone."""
+    asked = []
+
+    def against(base: str, line: list[str]) -> list[report.Result]:
+        asked.append((base, line))
+        return [report.Result("chain_layout", "ours", "B2-K2", "bfloat16", 10, ratio=4.0)]
+
+    monkeypatch.setattr(measure, "against", against)
+    monkeypatch.setattr(measure, "is_commit", lambda name: True)
+    line = ["chain_layout", "--shapes", "B=2,K=2", "--no-gate", "--quick"]
+    assert _run(*line, "--base", "older") == 0
+    wanted = ["chain_layout", "--quick", "--providers", "ours", "--shapes", "B=2,K=2"]
+    assert asked == [("older", wanted)]
+    (row,) = [its for its in capsys.readouterr().out.splitlines() if "bytes / bound" in its]
+    assert row.split()[5] == "4.00"
+
+
+def _pytest_bench(*options: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
+    line = [sys.executable, "-m", "pytest", "bench", "--benchmark-only", *options]
+    return subprocess.run(
+        line, cwd=measure.ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_cases_run_under_pytest_benchmark() -> None:
+    done = _pytest_bench("-k", "allocate_fan_out")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test_op[allocate_fan_out-B8-K7-M24-torch]" in done.stdout and "Median" in done.stdout
+
+
+def test_without_pytest_benchmark_it_says_what_to_install() -> None:
+    done = _pytest_bench("-p", "no:benchmark")
+    assert done.returncode == 4
+    assert "pip install pytest-benchmark" in done.stderr
 
 
 def test_every_case_names_a_gate_that_exists(capsys) -> None:
@@ -243,7 +323,9 @@ def test_everything_fails_where_one_part_does(capsys, monkeypatch) -> None:
     failing["compile"] = 1
     assert _run("all") == 1
     last = capsys.readouterr().out.rpartition("== what came of it")[2]
-    assert "FAILED" in last and "kernel cases" in last
+    assert "FAILED" in last and "kernel cases" in last and "CPU seconds" in last
+    monkeypatch.setattr(run, "kernels", lambda options: 2)
+    assert _run("all") == 2
 
 
 def test_a_system_case_waits_for_its_gate(capsys, monkeypatch) -> None:

@@ -92,6 +92,10 @@ def test_the_command_writes_what_it_found_and_fails_where_it_must(
     printed = capsys.readouterr().out
     assert "0.50, 0.70" in printed and ("yes" in printed) == ok
     assert "held to the prediction only" in printed
+    (made_of,) = [
+        line for line in printed.splitlines() if line.startswith("Llama") and "0.90" in line
+    ]
+    assert made_of.split()[-7:-2] == ["18.28", "3.02", "6", "3", "5.89"]
     found = json.loads(out.read_text())
     assert found["timeline"][0] == ["target", "verify", 0.0, 0.06]
     assert any("authors" in its[2] or "arXiv" in its[2] for its in found["inputs"])
