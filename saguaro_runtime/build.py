@@ -16,6 +16,7 @@ from saguaro_kernels.errors import ConfigError
 
 from .config import EngineConfig
 from .devices import check_loaded, check_pair, device_of_model, places
+from .graphs import Graphs, draft_graphs, target_graphs
 from .lanes import InlineLane, Lane, ProcessLane, StreamLane, StreamTimeline
 from .metrics import Timeline
 from .models import Model, as_model
@@ -29,15 +30,18 @@ from .transfer import CPU, Seat
 @dataclass
 class Built:
     """A target ready to run. `source`: the transformers model behind it, or the Model itself;
-    `seat`: where it runs; `timeline`: of what it does there."""
+    `lane`: of its draft; `seat`: where it runs; `timeline`: of what it does there; `graphs`: of
+    both models, by whose they are."""
 
     model: Model
     source: Any
     tokenizer: Any
     stop_ids: frozenset[int]
     max_length: int
+    lane: str
     seat: Seat = field(default_factory=lambda: Seat(CPU))
     timeline: Timeline = field(default_factory=lambda: Timeline("target"))
+    graphs: dict[str, Graphs] = field(default_factory=dict)
 
 
 def build_target(target: Any, config: EngineConfig, tokenizer: Any = None) -> Built:
@@ -57,7 +61,8 @@ def build_target(target: Any, config: EngineConfig, tokenizer: Any = None) -> Bu
         target = load_model(path, device=device)
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(path)
     tokens = config.max_tokens + config.max_batch * page_size(config.attention)
-    on_stream = device.type == "cuda" and lane_on(device, config) == "stream"
+    lane, graphs = lane_on(device, config), {}
+    on_stream = device.type == "cuda" and lane == "stream"
     seat = Seat(device, own_stream=on_stream)
     with seat.working():  # what is made here is used, and freed, in the seat's order
         model = as_model(
@@ -68,8 +73,10 @@ def build_target(target: Any, config: EngineConfig, tokenizer: Any = None) -> Bu
             attention=config.attention,
         )
         timeline = timeline_on(device, "target")
+        if on_stream and config.cuda_graphs:
+            model = graphs["target"] = target_graphs(model, seat, config)
     stop_ids = _stop_ids(target, tokenizer)
-    return Built(model, target, tokenizer, stop_ids, model.max_length, seat, timeline)
+    return Built(model, target, tokenizer, stop_ids, model.max_length, lane, seat, timeline, graphs)
 
 
 def fit_memory(
@@ -138,8 +145,7 @@ def build_lane(draft: Any, target: Built, config: EngineConfig) -> Lane | None:
         draft = load_draft(path, target.source, device=places(config, target.model.device).draft)
     device = device_of_model("draft", draft)
     check_loaded("draft_device", config.draft_device, device)
-    lane_name = lane_on(target.model.device, config)
-    check_pair(device, target.model.device, lane_name)
+    check_pair(device, target.model.device, target.lane)
     draft_vocab, ids = _vocabulary(draft)
     if ids is not None and int(ids[-1]) >= target.model.vocab_size:
         raise ConfigError(
@@ -156,17 +162,22 @@ def build_lane(draft: Any, target: Built, config: EngineConfig) -> Lane | None:
     scratch = (config.draft_len + 1) * (config.fan_out + 1)
     tokens = config.max_tokens + config.max_batch * (page_size(config.attention) + scratch)
     rows = config.max_batch
-    if lane_name != "process":
-        seat = Seat(device, own_stream=lane_name == "stream")
+    if target.lane != "process":
+        on_stream = target.lane == "stream"
+        seat = Seat(device, own_stream=on_stream)
         with seat.working():
             model = as_model(
                 draft, rows=rows, tokens=tokens, impl=config.impl, attention=config.attention
             )
+            if on_stream and config.cuda_graphs:
+                model = target.graphs["draft"] = draft_graphs(model, seat, config)
             options["timeline"] = timeline_on(device, "draft")
             speculator = Speculator(model, rows=rows, **options)
-        if lane_name == "inline":
+        if not on_stream:
             return InlineLane(speculator)
-        return StreamLane(speculator, seat, target.seat)
+        stream_lane = StreamLane(speculator, seat, target.seat)
+        stream_lane.warm_up()
+        return stream_lane
     lane = ProcessLane(
         draft,
         vocab_size=min(draft_vocab, target.model.vocab_size),

@@ -86,6 +86,8 @@ class EngineConfig:
         draft_timeout_s: how long a round waits for the draft before it goes on without.
         draft_restarts: how often in a short time a draft process that failed is started again; one
             is forgotten for every 16 rounds that it answers.
+        cuda_graphs: on a GPU, replay forwards of the usual shapes, captured when the engine is
+            made; a model that cannot be captured is named in a warning and runs as it is.
         impl: implementation of the kernels, see saguaro_kernels.
         attention: of transformers models in prompts and verification; "tree" is our kernel,
             "flash" is flash-attn on GPUs (extra [flash]), for both models.
@@ -116,6 +118,7 @@ class EngineConfig:
     draft_threads: int = 1
     draft_timeout_s: float = 30.0
     draft_restarts: int = 5
+    cuda_graphs: bool = True
     impl: Impl = "auto"
     attention: Attention = "tree"
 
@@ -146,6 +149,8 @@ class EngineConfig:
                 f"downweight: got {self.downweight} with rule={self.rule!r}, want in (0, 1], and 1 "
                 "for 'coupled'"
             )
+        if not isinstance(self.cuda_graphs, bool):
+            raise ConfigError(f"cuda_graphs: got {self.cuda_graphs!r}, want True or False")
         if not 0 < self.draft_timeout_s <= 1e6:
             raise ConfigError(f"draft_timeout_s: got {self.draft_timeout_s}, want in (0, 1e6]")
 

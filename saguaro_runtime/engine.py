@@ -79,6 +79,7 @@ class Engine:
             )
             self.scheduler = Scheduler(config, built)
             self._undrafted = ChainStore((config.max_batch,), 0, 1, torch.float32, on_device)
+            self.verifier.warm_up(self.lane.chain if self.lane else self._undrafted)
         self._stats = Stats(self.scheduler, self.lane, self.timeline)
         self._stats.memory = memory
         self._held: set[int] = set()

@@ -23,9 +23,11 @@ from saguaro_kernels._launch import Impl
 from .branches import Branches
 from .config import Rule
 from .drafting import Drafter
+from .graphs import Graphs
 from .metrics import Timeline
 from .models.protocol import Model
-from .round import Admission, Allocate, Reply, Turn, allocate_on
+from .params import SamplingParams
+from .round import Admission, Allocate, Decision, Reply, Turn, allocate_on
 from .transfer import send
 
 
@@ -76,6 +78,23 @@ class Speculator:
     def scratch_slots(self) -> int:
         """Key-value slots a row needs beside its tokens: a chain and all branches."""
         return (self.drafter.draft_len + 1) * (self.branches.count + 1)
+
+    def warm_up(self) -> None:
+        """Draft for a row of nobody, on every way there is, so that what is captured or compiled at
+        first use is so before the first request."""
+        if isinstance(self.model, Graphs):
+            self.model.warm_up()
+        draft_len, one = self.drafter.draft_len, torch.ones(1, dtype=torch.int64)
+        self.admit([Admission(0, [0, 0], SamplingParams(temperature=1.0), 2)])
+        for retry, proposal in ((draft_len, "none"), (0, "ngram")):
+            decision = Decision(draft_len, self.branches.count, retry, proposal)
+            turn = Turn(0, decision, 0 * one, 0 * one, 2 * one, 0 * one, -one.int(), one.int())
+            self.next_chain(turn)
+            self.look_ahead()
+        if self.branches.count:
+            self.branches.promote(turn.on(self.device), *send(self.device, 0 * one))
+        self.branches.lookup(turn)
+        self.release([0])
 
     def admit(self, admissions: list[Admission]) -> None:
         """Take in the texts of rows, all but the last token."""

@@ -13,6 +13,7 @@ On a CPU all three hand back what they were given.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -71,6 +72,34 @@ class Cuda:
         """Whether one can read the other's memory without the host's."""
         return first == second or torch.cuda.can_device_access_peer(first, second)
 
+    @contextlib.contextmanager
+    def never_waiting(self) -> Iterator[None]:
+        """An operation inside that makes the host wait raises; in other threads as well."""
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    def graph_pool(self) -> Any:
+        """Memory that graphs of one stream share."""
+        return torch.cuda.graph_pool_handle()
+
+    def capture(
+        self, work: Callable[[], torch.Tensor], pool: Any, stream: Any
+    ) -> tuple[Any, torch.Tensor]:
+        """The graph of what `work` queues on `stream`, and what it returns: written by replays."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of the process may do with their own streams what they like.
+        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+            made = work()
+        return graph, made
+
+    def replay(self, graph: Any) -> None:
+        """Queue a graph on the current stream, which is the one it was captured on."""
+        graph.replay()
+
 
 backend: Any = Cuda()
 
@@ -90,6 +119,12 @@ class Seat:
     def working(self) -> contextlib.AbstractContextManager[Any]:
         """Queue what is done inside on this seat's stream."""
         return contextlib.nullcontext() if self._own is None else backend.use(self._own)
+
+    def wait(self) -> None:
+        """The host waits for all that has been queued here."""
+        event = backend.event()
+        backend.record(event, self.stream)
+        backend.synchronize(event)
 
 
 def send(device: torch.device, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -13,11 +13,12 @@ from saguaro_kernels._launch import Impl
 from saguaro_kernels.verification import Draft, Verdict, verify
 
 from .config import Rule
+from .graphs import Graphs
 from .metrics import Timeline
 from .models.protocol import Model
 from .processors import Logprobs, edit_rows, logprobs_of
 from .requests import Request
-from .round import Turn
+from .round import ChainStore, Decision, Turn
 from .transfer import Mailbox
 
 
@@ -41,6 +42,22 @@ class Verifier:
     def __init__(self, model: Model, *, rule: Rule, impl: Impl, timeline: Timeline) -> None:
         self.model, self.rule, self.impl, self.timeline = model, rule, impl, timeline
         self._mailbox = Mailbox(model.device)
+
+    def warm_up(self, chain: ChainStore) -> None:
+        """On a GPU, judge a chain of nobody, so that what is captured or compiled at first use is
+        so before the first request."""
+        if self.model.device.type == "cpu":
+            return
+        if isinstance(self.model, Graphs):
+            self.model.warm_up()
+        one = torch.ones(1, dtype=torch.int64)
+        decision = Decision(chain.tokens.shape[1], branches=0)
+        turn = Turn(0, decision, 0 * one, 0 * one, one, 0 * one, -one.int(), 0 * one.int())
+        there = turn.on(self.model.device)
+        sampling = Sampling(torch.ones(1, device=self.model.device))
+        draft = chain.draft(there.rows, sampling, decision.draft_len)
+        self.verify(there, draft, sampling, Keys(there.rows, there.base))
+        self.timeline.drain()
 
     def verify(
         self,

@@ -2,9 +2,14 @@
 touched which memory on which stream.
 
 Everything is computed at once and on the CPU. What a GPU would do later, and in an order of its
-own, is not acted out but proved: every stream and the host has a vector clock, events carry clocks
-from one to another, and each access of a storage must come after the last write of it, and each
-write after all reads. An order that holds only by luck is a race here, however the delays fall.
+own, is proved: every stream and the host has a vector clock, events carry clocks from one to
+another, and each access of a storage must come after the last write of it, and each write after all
+reads. An order that holds only by luck is a race here, however the delays fall. It can be acted out
+as well: `delayed` keeps what runs inside, to be run again in random orders that the clocks allow.
+
+A captured graph is its operations, run again over the same memory on replay. While one is captured
+nothing may wait, and memory made then must not be kept by anybody; what a capture computed is
+spoiled, as a real one computes nothing. A replay finds out whether memory it reads was given back.
 
     with pretend_cuda.Machine(monkeypatch, devices=2) as machine:
         model = machine.place(model, "cuda:0")
@@ -18,15 +23,19 @@ does a copy to memory that is not pinned without waiting. `waits`: what made the
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from pretend_log import Call, Entry, Graph, Log, holders
+from pretend_log import key as _key
+from pretend_log import leaves as _inputs
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from saguaro_runtime import transfer
 
@@ -40,10 +49,6 @@ _READS_VALUE = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_
 def _join(clock: Clock, other: Clock) -> None:
     for name, tick in other.items():
         clock[name] = max(clock.get(name, 0), tick)
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 class Memory:
@@ -82,6 +87,11 @@ class Machine:
         """Numbers of the waits for events, of streams and of the host, to leave out."""
         self.event_waits = self.now = 0
         self.operations: Counter[str] = Counter()
+        self.log: Log | None = None
+        self.capturing: Stream | None = None
+        self.may_wait = True
+        self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
+        self.captures = self.replays = 0
         self._streams = {index: Stream(torch.device("cuda", index), f"default {index}")
                          for index in range(devices)}  # fmt: skip
         self._count = 0
@@ -103,6 +113,15 @@ class Machine:
         for tensor in (*model.parameters(), *model.buffers()):
             self._remember(tensor, torch.device(device))
         return model
+
+    @contextlib.contextmanager
+    def delayed(self) -> Iterator[Log]:
+        """Keep what runs inside, for `Log.run_again`."""
+        self.log = Log(keep=True)
+        try:
+            yield self.log
+        finally:
+            self.log = None
 
     # What `transfer` asks of CUDA.
 
@@ -131,15 +150,17 @@ class Machine:
         return Event(timed)
 
     def record(self, event: Event, stream: Stream) -> None:
+        self.refuse("an event")
         event.clock, event.at = dict(self.tick(stream.name)), self.now
 
     def wait(self, stream: Stream, event: Event) -> None:
+        self.refuse("an event")
         self.event_waits += 1
         if self.event_waits not in self.dropped and event.clock is not None:
             _join(self.clocks.setdefault(stream.name, {}), event.clock)
 
     def synchronize(self, event: Event) -> None:
-        self.waits["event"] += 1
+        self.host_waits("event")
         assert event.clock is not None, "waits for an event that nobody records"
         self.event_waits += 1
         if self.event_waits in self.dropped:
@@ -157,6 +178,7 @@ class Machine:
         return (end.at - start.at) * 1e-3
 
     def pinned(self, size: int) -> torch.Tensor:
+        self.refuse("memory of the host")
         tensor = torch.empty(size, dtype=torch.uint8)
         self._remember(tensor, CPU, pinned=True)
         tensor.fill_(0xEE)
@@ -179,15 +201,75 @@ class Machine:
         of, to = self.memory(source), self.memory(target)
         for memory in (of, to):
             assert memory.device.type == "cuda" or memory.pinned, "copy waits: it is not pinned"
+            if memory.device.type == "cpu":
+                self.refuse("memory of the host")
         device = of.device if of.device.type == "cuda" else to.device
         if of.device != to.device and of.device.type == to.device.type == "cuda":
             assert self.peers, "a copy between devices that are no peers"
         with _Off(self):
+            if self.log:
+                self.log.see([source, target])
             target.copy_(source)
-        self.touch(self.current_stream(device).name, [source], [target], "copy")
+        call = (torch.Tensor.copy_, (target, source), {}, target)
+        self.did(self.current_stream(device).name, "copy", [source], [target], call)
 
     def are_peers(self, first: torch.device, second: torch.device) -> bool:
         return first == second or self.peers
+
+    @contextlib.contextmanager
+    def never_waiting(self) -> Iterator[None]:
+        self.may_wait = False
+        try:
+            yield
+        finally:
+            self.may_wait = True
+
+    def graph_pool(self) -> object:
+        return object()
+
+    def capture(
+        self, work: Callable[[], torch.Tensor], pool: object, stream: Stream
+    ) -> tuple[Graph, torch.Tensor]:
+        assert self.current_stream(stream.device) is stream, "captured on another stream"
+        self.captures += 1
+        before, self.log, self.capturing = self.log, Log(keep=False), stream
+        try:
+            made = work()
+            graph = Graph(self.log, stream, pool)
+        finally:
+            self.log, self.capturing = before, None
+        for collected in (False, True):
+            given = Counter([_key(made)])
+            kept = [its for key, its in graph.fresh.items()
+                    if holders(its) > graph.held[key] + given[key]]  # fmt: skip
+            if not kept:
+                break
+            if collected:
+                raise RuntimeError("memory made while a stream is captured is kept by somebody")
+            gc.collect()
+        with _Off(self):
+            for its in graph.fresh.values():
+                if its.is_floating_point():
+                    its.fill_(torch.nan)
+        self.graphs.add(graph)
+        return graph, made
+
+    def replay(self, graph: Graph) -> None:
+        self.refuse("a replay")
+        self.replays += 1
+        stream = self.current_stream(graph.stream.device)
+        assert stream is graph.stream, "replayed on another stream"
+        for key, its in graph.outside.items():
+            if holders(its) <= sum(other.held[key] for other in self.graphs):
+                raise RuntimeError("a graph reads memory that was given back since its capture")
+        for step in graph.steps:
+            with _Off(self):
+                if self.log:
+                    self.log.see([*step.reads, *step.writes])
+                step.again()
+            clock = self.touch(stream.name, step.reads, step.writes, f"a graph's {step.name}")
+            if self.log:
+                self.log.entries.append(Entry(stream.name, dict(clock), step))
 
     # The record.
 
@@ -210,9 +292,37 @@ class Machine:
         clock[actor] = clock.get(actor, 0) + 1
         return clock
 
+    def refuse(self, what: str) -> None:
+        if self.capturing is not None:
+            raise RuntimeError(f"{what} while a stream is captured")
+
+    def host_waits(self, name: str) -> None:
+        self.waits[name] += 1
+        if not self.may_wait:
+            raise RuntimeError(f"{name} makes the host wait")
+        self.refuse(f"{name} makes the host wait")
+
+    def did(
+        self,
+        actor: str,
+        name: str,
+        read: list[torch.Tensor],
+        written: list[torch.Tensor],
+        call: Call,
+    ) -> None:
+        """An operation of `actor` has been computed."""
+        clock = self.touch(actor, read, written, name)
+        if self.capturing and actor not in (HOST, self.capturing.name):
+            self.refuse("another stream's work")
+        # What the host does while a stream is captured is no part of the graph.
+        if self.log and not (self.capturing and actor == HOST):
+            with _Off(self):
+                step = self.log.step(name, call, read, written)
+            self.log.entries.append(Entry(actor, dict(clock), step))
+
     def touch(
         self, actor: str, read: list[torch.Tensor], written: list[torch.Tensor], name: str
-    ) -> None:
+    ) -> Clock:
         """An operation of `actor`: its reads and writes must be ordered after those of others."""
         clock = self.tick(actor)
 
@@ -231,14 +341,19 @@ class Machine:
             for moment in memory.read.items():
                 check("writes what is being read by", moment, memory)
             memory.wrote, memory.read = (actor, clock[actor]), {}
+        return clock
 
     def read_by_host(self, tensor: torch.Tensor, name: str) -> None:
         memory = self.memory(tensor)
         if memory.device.type == "cuda":
-            self.waits[name] += 1
+            self.host_waits(name)
             self.wait_for(memory.device)
-            return
-        self.touch(HOST, [tensor], [], name)
+        clock = self.touch(HOST, [tensor], [], name)
+        if self.log and not self.capturing:
+            with _Off(self):
+                self.log.see([tensor])
+                step = self.log.read(name, tensor)
+            self.log.entries.append(Entry(HOST, dict(clock), step))
 
     def wait_for(self, device: torch.device) -> None:
         """The host waits for the device's current stream, which is queued on for it."""
@@ -260,11 +375,13 @@ class Machine:
             its.dtype in (torch.bool, torch.uint8) for its in _inputs(args[1])
         )
         if device.type == "cuda" and (boolean or name.startswith(_READS_VALUE)):
-            self.waits[name + (" by mask" if boolean else "")] += 1
+            self.host_waits(name + (" by mask" if boolean else ""))
             self.wait_for(device)
         self.operations[name] += 1
         before = {_key(its) for its in tensors}
         with _Off(self):
+            if self.log:
+                self.log.see(tensors)
             result = func(*args, **kwargs)
         written: list[torch.Tensor] = []
         for argument, value in zip(func._schema.arguments, args, strict=False):
@@ -278,7 +395,7 @@ class Machine:
             self._remember(its, device)
         views = not fresh and not written
         if not views:
-            self.touch(actor, [its for its in tensors], written + fresh, name)
+            self.did(actor, name, tensors, written + fresh, (func, args, kwargs, result))
         return result
 
     def sweep(self) -> None:
@@ -328,11 +445,12 @@ class _Devices(TorchFunctionMode):
                 kwargs["device"] = device
             return func(*args, **kwargs)
         if name == "tensor":
-            machine.waits["tensor(device=cuda)"] += 1
+            machine.host_waits("tensor(device=cuda)")
         with _Off(machine):
             made = func(*args, **kwargs)
         machine._remember(made, device)
-        machine.touch(machine.current_stream(device).name, [], [made], name)
+        actor = machine.current_stream(device).name
+        machine.did(actor, name, [], [made], (func, args, kwargs, made))
         return made
 
     def _to(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -348,14 +466,17 @@ class _Devices(TorchFunctionMode):
             if name == "cpu" or (wanted and not rest and not kwargs):
                 return tensor
             return func(tensor, *rest, **kwargs)
-        machine.waits[f"{name}({wanted[0].type})"] += 1  # from or to memory that is not pinned
+        machine.host_waits(f"{name}({wanted[0].type})")  # from or to memory that is not pinned
         there = machine.empty(tensor, wanted[0])
         if here.type == "cuda":
             machine.wait_for(here)
         with _Off(machine):
+            if machine.log:
+                machine.log.see([tensor, there])
             there.copy_(tensor)
         actor = wanted[0] if wanted[0].type == "cuda" else here
-        machine.touch(machine.current_stream(actor).name, [tensor], [there], name)
+        call = (torch.Tensor.copy_, (there, tensor), {}, there)
+        machine.did(machine.current_stream(actor).name, name, [tensor], [there], call)
         machine.wait_for(actor)
         return there
 
@@ -392,7 +513,3 @@ class _Off:
 
     def __exit__(self, *_: object) -> None:
         _Watch.off -= 1
-
-
-def _inputs(value: Any) -> list[torch.Tensor]:
-    return [its for its in tree_leaves(value) if isinstance(its, torch.Tensor)]

@@ -18,7 +18,7 @@ import torch
 
 from saguaro_kernels.errors import ConfigError, UnsupportedError
 
-from ..build import Built, build_lane
+from ..build import Built, build_lane, lane_on
 from ..config import EngineConfig
 from ..lanes import Lane
 from ..models import Model
@@ -99,7 +99,8 @@ class TextDrafter:
                 f"draft: lies on {on}; in another's loop it runs on the CPU, want .to('cpu')"
             )
         model = cast(Model, SimpleNamespace(vocab_size=vocab_size, device=on))
-        lane = build_lane(draft, Built(model, target, None, frozenset(), max_length), config)
+        built = Built(model, target, None, frozenset(), max_length, lane_on(on, config))
+        lane = build_lane(draft, built, config)
         assert lane is not None
         self.lane: Lane = lane
         self._known: dict[int, _Known] = {}

@@ -56,6 +56,16 @@ class StreamLane(InlineLane):
         self._handed = False
         """The target reads chains of this turn."""
 
+    def warm_up(self) -> None:
+        """Capture and compile what drafting needs, before the first request."""
+
+        def draft() -> None:
+            self.speculator.warm_up()
+            self.seat.wait()
+            self.speculator.timeline.drain()
+
+        self._try(draft)
+
     @property
     def chain(self) -> ChainStore:
         """The chains handed over last, on the target's device."""

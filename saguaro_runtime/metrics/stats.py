@@ -18,6 +18,7 @@ class Stats:
         self.scheduler, self.lane, self.timeline = scheduler, lane, timeline
         self.log, self.busy_s = SpanLog(), 0.0
         self.memory: dict[str, Any] = {}
+        self._graphs = scheduler.built.graphs
 
     def collect(self, *, wait: bool = True) -> list[Span]:
         """Take the spans of all lanes since the last time; without waiting, those at hand."""
@@ -57,6 +58,7 @@ class Stats:
             "draft_faults": [] if self.lane is None else list(self.lane.faults),
             "policy": self.scheduler.policy.report(),
             "memory": self.memory,
+            "cuda_graphs": {name: its.report() for name, its in self._graphs.items()},
         }
         return counts.summary() | times | self.scheduler.load() | state
 
@@ -72,6 +74,10 @@ class Stats:
             "slots_used": ("Those given to requests.", load["slots_used"]),
             "speculation": ("1 where a draft is at work.", on),
             "draft_faults": ("Failures of the draft so far.", len(lane.faults) if lane else 0),
+            "cuda_graphs": (
+                "Forwards captured.",
+                sum(its.captured for its in self._graphs.values()),
+            ),
             "busy_seconds": ("Time spent in rounds.", self.busy_s),
         }
         return prometheus_text(self.scheduler.counts, self.scheduler.served, self.log, gauges)

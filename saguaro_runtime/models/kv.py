@@ -17,9 +17,13 @@ class PagedKV:
     Slot j of row r lies in page page_table[r, j // page_size] at j % page_size. Unused entries of
     the page table are 0, so a gather over the whole table never leaves the pool.
 
+    On a GPU a page and a row more than asked for are nobody's: `spare_row` writes to that page, so
+    that it can fill a batch up to the size of a captured graph.
+
     Attributes:
         data: [layers, 2, pages, page_size, kv_heads, head_dim]; index 1 is key (0) or value (1).
         page_table: [rows, max_pages] int32.
+        spare_row: None on a CPU.
     """
 
     def __init__(
@@ -41,11 +45,14 @@ class PagedKV:
         """
         pages = -(-tokens // page_size)
         self.page_size = page_size
-        shape = (layers, 2, pages, page_size, kv_heads, head_dim)
+        self.spare_row = None if torch.device(device).type == "cpu" else rows
+        spare = int(self.spare_row is not None)
+        shape = (layers, 2, pages + spare, page_size, kv_heads, head_dim)
         try:
             # Zeros, not empty: padded slots are read and masked, and NaN times 0 is NaN.
             self.data = torch.zeros(shape, dtype=dtype, device=device)
-            self.page_table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
+            self.page_table = torch.zeros(rows + spare, pages, dtype=torch.int32, device=device)
+            self.page_table[rows:] = pages
         except RuntimeError as error:
             size = math.prod(shape) * dtype.itemsize / 2**30
             raise ConfigError(
@@ -95,8 +102,10 @@ class PagedKV:
     def table(self, rows: torch.Tensor) -> torch.Tensor:
         """The page tables of `rows` [B], cut to the widest of them: [B, pages] int32.
 
-        On a GPU to the widest of all rows that hold any, as `rows` cannot be read without waiting.
+        On a GPU they are whole: `rows` cannot be read without waiting, and a captured graph must
+        not depend on who holds pages.
         """
-        held = rows.tolist() if rows.device.type == "cpu" else self._held
-        widest = max(len(self._held[row]) for row in held)
+        if self.spare_row is not None:
+            return self.page_table[rows]
+        widest = max(len(self._held[row]) for row in rows.tolist())
         return self.page_table[rows, :widest]

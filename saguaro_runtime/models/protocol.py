@@ -19,6 +19,10 @@ class Model(Protocol):
         device, dtype: where logits lie and what they are.
         vocab_ids: of a draft with fewer ids than its target, and only there: [vocab_size] int64,
             ascending, the target's ids that the logits' columns stand for. It reads all of them.
+        spare_row: of a model on a GPU whose forwards may be captured as CUDA graphs, and only
+            there: a row that is never allocated, whose keys nobody reads. `extend` and
+            `decode_tree` then read no value on the host, and `step` may also be an int32 tensor of
+            one element.
     """
 
     vocab_size: int

@@ -198,6 +198,7 @@ class TransformersModel:
             dtype=self.dtype,
             device=self.device,
         )
+        self.spare_row = self.kv.spare_row
 
     def allocate(self, row: int, slots: int) -> None:
         self.kv.allocate(row, slots)
@@ -224,7 +225,7 @@ class TransformersModel:
         trunk_len: torch.Tensor,
         depth: torch.Tensor,
         draft_len: int,
-        step: int,
+        step: int | torch.Tensor,
     ) -> torch.Tensor:
         table = self.kv.table(rows)
         layout = tree_layout(
@@ -236,17 +237,21 @@ class TransformersModel:
             page_size=self.kv.page_size,
             impl=self.impl,
         )
+        physical, positions = (
+            its[step] if isinstance(step, int) else its.index_select(0, step)[0]
+            for its in (layout.physical, layout.positions)
+        )
         forward = _Forward(
             self.kv,
             table,
-            layout.physical[step],
+            physical,
             self.impl,
             trunk_len=trunk_len,
             depth=depth,
             draft_len=draft_len,
             step=step,
         )
-        return self._run(forward, tokens, layout.positions[step])
+        return self._run(forward, tokens, positions)
 
     def promote(
         self,
