@@ -4,7 +4,7 @@ Each kernel module lists its binaries: `compile_cases()` returns tuples of name,
 {argument: type}, constexprs {argument: value} and num_warps. They are compiled for sm_80, sm_90,
 sm_100 and gfx942, and read back from the binary: registers, shared memory, spills (local memory),
 the widest global load and the tensor-core instructions. A failed compile is a failure, and so is a
-spill on sm_90, for which the tile sizes are chosen; on the other targets spills are listed.
+spill, but for those of KNOWN_SPILLS; on sm_90, for which the tile sizes are chosen, there are none.
 """
 
 from __future__ import annotations
@@ -29,6 +29,12 @@ from typing import Any
 PACKAGE = "saguaro_kernels"
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 TUNED = "sm_90"
+KNOWN_SPILLS: dict[tuple[str, str], str] = {
+    ("predict_outcomes_scan-probability-bf16", "sm_100"): "ptxas's choice: 128 of 255 registers",
+    ("predict_outcomes_scan-auto-bf16-ids", "sm_100"): "ptxas's choice: 168 of 255 registers",
+    ("verify-extra-block-bf16-all-options", "sm_80"): "16 warps leave 128; 8 would take 230",
+}
+"""(name, target) of binaries that may spill a few bytes, and why no other launch is better."""
 _TENSOR_CORE = r"\b(?:HMMA|HGMMA|IMMA|QGMMA|DMMA|OMMA|UTC\w*MMA)\b|\bv_mfma"
 
 
@@ -47,8 +53,13 @@ class Binary:
 
     @property
     def failed(self) -> bool:
-        """True when it did not compile, or spills on the target that the kernels are tuned for."""
-        return bool(self.error) or (self.spill_bytes > 0 and self.target == TUNED)
+        """True when it did not compile, or spills and is not known to."""
+        return bool(self.error) or (self.spill_bytes > 0 and not self.known)
+
+    @property
+    def known(self) -> str:
+        """Why it may spill; empty when it may not."""
+        return KNOWN_SPILLS.get((self.name, self.target), "")
 
 
 def discover(package: str = PACKAGE) -> Iterator[tuple[str, Any, dict, dict, int]]:
@@ -198,22 +209,26 @@ def render(binaries: Sequence[Binary]) -> str:
                 f"FAILED {b.error}"
                 if b.error
                 else f"{b.registers:9} {b.shared_bytes:9} {b.spill_bytes:9} {b.load_bits:9} "
-                f"{b.tensor_core:15}" + ("   SPILLS" if b.spill_bytes else "")
+                f"{b.tensor_core:15}" + _spills(b)
             )
         )
     errors = sum(bool(b.error) for b in binaries)
-    spills = [
-        sum(b.spill_bytes > 0 for b in binaries if (b.target == TUNED) == t) for t in (True, False)
-    ]
+    spills = [bool(b.known) for b in binaries if b.spill_bytes]
     lines.append(
-        f"{len(binaries)} binaries: {errors} failed to compile, {spills[0]} spill on {TUNED}, "
-        f"{spills[1]} spill elsewhere"
+        f"{len(binaries)} binaries: {errors} failed to compile, {spills.count(False)} spill, "
+        f"{spills.count(True)} known to"
     )
     return "\n".join(lines)
 
 
+def _spills(binary: Binary) -> str:
+    if not binary.spill_bytes:
+        return ""
+    return f"   spills: {binary.known}" if binary.known else "   SPILLS"
+
+
 def main(arguments: Sequence[str]) -> int:
-    """`python -m bench compile`: 0 when every kernel compiles for every target without a spill."""
+    """`python -m bench compile`: 0 when all compiles for all targets, without a spill but known."""
     parser = argparse.ArgumentParser(prog="python -m bench compile", description=__doc__)
     parser.add_argument("pattern", nargs="?", default="", help="only cases whose name matches")
     parser.add_argument("--first", action="store_true", help="one case of each kernel")

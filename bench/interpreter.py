@@ -3,6 +3,9 @@
 A device function called from a kernel searches triton.language for what has to be replaced by
 numpy, although the launch has replaced it already; a launch lists the same modules anew; and the
 numpy type of every tile is looked up in a table built for that look-up.
+
+And a kernel's source is read where it is defined, not at its first launch: a file that was edited
+in between gave another function's lines, and a KeyError or a wrong kernel.
 """
 
 from __future__ import annotations
@@ -23,14 +26,21 @@ def install() -> None:
     interpreter._patch_builtin = _patch_builtin
     interpreter._get_np_dtype = _get_np_dtype
     interpreter.GridExecutor.__call__ = _launch
+    interpreter.InterpretedFunction.__init__ = _define
 
 
 _original_patch_lang = interpreter._patch_lang
 _original_np_dtype = interpreter._get_np_dtype
 _original_launch = interpreter.GridExecutor.__call__
+_original_define = interpreter.InterpretedFunction.__init__
 _replaced: set[int] = set()
 """The modules, by id, that the launch under way has replaced the functions of."""
 _np_dtypes: dict[str, Any] = {}
+
+
+def _define(self: Any, fn: Any, **options: Any) -> None:
+    _original_define(self, fn, **options)
+    self.rewrite()
 
 
 def _launch(self: Any, *arguments: Any, **options: Any) -> None:

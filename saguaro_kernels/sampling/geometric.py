@@ -18,8 +18,9 @@ import triton.language as tl
 from .._call import call
 from .._launch import Impl, on_device, resolve_impl
 from ..distribution import Sampling, check_rows, log_prob_reference, row_stats
+from ..distribution.launch import _units
 from ..distribution.reference import clean_reference
-from ..distribution.rows import _clean, _finite_or_zero, _row_log_prob, _row_start
+from ..distribution.rows import _clean, _finite_or_zero, _load_tile, _row_log_prob, _row_start
 from ..errors import ShapeError
 from ..residual import residual
 from ..rng import Keys, Stream
@@ -74,21 +75,38 @@ def _geometric_row_kernel(
     max_ptr,  # [R] float32
     log_sum_ptr,  # [R] float32
     vocab, stride, row_stride,
-    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, R): one tile of a row. Overwrites r by log sqrt(q max(r, 1e-8))."""
-    r = tl.program_id(1)
-    ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = ids < vocab
-    z = tl.load(_row_start(logits_ptr, r, stride, False) + ids, mask=inside, other=0.0)
-    log_q = _row_log_prob(
-        _clean(z.to(tl.float32)), ids, tl.load(temperature_ptr + r),
-        _finite_or_zero(tl.load(max_ptr + r)), tl.load(log_sum_ptr + r), tl.load(cutoff_ptr + r),
-        tl.load(cutoff_id_ptr + r), float("inf"), -1, 0.0,
+    start, r = tl.program_id(0) * BLOCK, tl.program_id(1)
+    q = (
+        tl.load(temperature_ptr + r), _finite_or_zero(tl.load(max_ptr + r)),
+        tl.load(log_sum_ptr + r), tl.load(cutoff_ptr + r), tl.load(cutoff_id_ptr + r),
     )  # fmt: skip
-    row_ptr = _row_start(row_ptr, r, row_stride, False)
-    residual = tl.load(row_ptr + ids, mask=inside, other=1.0)
-    tl.store(row_ptr + ids, 0.5 * (log_q + tl.log(tl.maximum(residual, _FLOOR))), mask=inside)
+    row_ptr = _row_start(row_ptr, r, row_stride, ALIGNED)
+    logits_ptr = _row_start(logits_ptr, r, stride, ALIGNED)
+    if start + BLOCK <= vocab:
+        _geometric_tile(row_ptr, logits_ptr, start, vocab, q, False, BLOCK)
+    else:
+        _geometric_tile(row_ptr, logits_ptr, start, vocab, q, True, BLOCK)
+
+
+@triton.jit
+def _geometric_tile(
+    row_ptr, logits_ptr, start, vocab, q, MASKED: tl.constexpr, BLOCK: tl.constexpr
+):
+    temperature, anchor, log_sum, cutoff, cutoff_id = q
+    ids = start + tl.arange(0, BLOCK)
+    z = _clean(_load_tile(logits_ptr, None, ids, vocab, MASKED))
+    log_q = _row_log_prob(
+        z, ids, temperature, anchor, log_sum, cutoff, cutoff_id, float("inf"), -1, 0.0
+    )
+    residual = _load_tile(row_ptr, None, ids, vocab, MASKED)
+    log_row = 0.5 * (log_q + tl.log(tl.maximum(residual, _FLOOR)))
+    if MASKED:
+        tl.store(row_ptr + ids, log_row, mask=ids < vocab)
+    else:
+        tl.store(row_ptr + ids, log_row)
 
 
 def _geometric_row(
@@ -108,11 +126,12 @@ def _geometric_row(
     rows, vocab = row.shape
     if rows:
         config = geometric_config()
+        aligned, strides = _units(draft_logits.stride(0), row.stride(0))
         with on_device(row.device):
             _geometric_row_kernel[(triton.cdiv(vocab, config.block), rows)](
                 row, draft_logits, temperature.contiguous(), cutoff, cutoff_id, top, log_sum,
-                vocab, draft_logits.stride(0), row.stride(0),
-                BLOCK=config.block, num_warps=config.num_warps,
+                vocab, *strides,
+                ALIGNED=aligned, BLOCK=config.block, num_warps=config.num_warps,
             )  # fmt: skip
 
 
@@ -189,7 +208,7 @@ def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], int]
     integers = dict.fromkeys(("vocab", "stride", "row_stride"), "i32")
     signature = pointers | integers
     config = geometric_config()
-    constexprs = {"BLOCK": config.block}
+    constexprs = {"ALIGNED": True, "BLOCK": config.block}
     return [
         ("geometric_row_kernel", _geometric_row_kernel, signature, constexprs, config.num_warps)
     ]
