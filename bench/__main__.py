@@ -34,6 +34,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from . import files
 from .systems import SYSTEM
 
 
@@ -54,9 +55,11 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--machine", default="H100 SXM",
                         help="whose bandwidth a prediction uses (%(default)s)")  # fmt: skip
     result.add_argument("--base", metavar="REF", help="compare with this commit")
-    result.add_argument("--csv", type=Path, metavar="FILE", help="the rows of the kernel cases")
-    result.add_argument("--json", type=Path, metavar="FILE", help="the same, with the machine")
-    result.add_argument("--plot", type=Path, metavar="FILE.png", help="the same as bars")
+    result.add_argument("--csv", type=files.output, metavar="FILE", help="rows of the kernel cases")
+    result.add_argument(
+        "--json", type=files.output, metavar="FILE", help="the same and the machine"
+    )
+    result.add_argument("--plot", type=files.output, metavar="FILE.png", help="the same as bars")
     return result
 
 

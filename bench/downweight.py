@@ -13,10 +13,9 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from . import report
+from . import files, report
 from .scripted_pairs import sampled_laws
 from .scripted_race import Delays, run
 
@@ -81,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="C = 1 and .45 only, fewer rounds")
     parser.add_argument("--rounds", type=int, default=80, help="of 16 requests (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=files.output, metavar="FILE")
     options = parser.parse_args(arguments)
     factors = (1.0, 0.45) if options.quick else FACTORS
     rows = list(measure(options.rounds // (4 if options.quick else 1), factors))

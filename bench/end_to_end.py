@@ -33,7 +33,7 @@ from saguaro_runtime.planner.measured import in_full as with_all_paid
 from saguaro_runtime.planner.theory import sd_speed
 from saguaro_runtime.policy import choose_fallback
 
-from . import report
+from . import files, report
 from .equality import chat_prompts, code_prompts
 
 TEMPERATURES = (0.0, 0.6, 1.0)
@@ -263,7 +263,12 @@ def render(rows: Sequence[Row]) -> str:
         for row in rows
         if row.note
     ]
-    return "\n".join([report.table(headers, lines), *notes, verdict(rows)])
+    legend = [
+        "Measured, but for Theorem 7: SSD over SD as predicted from the same run's times and hits.",
+        "tokens/s: of all requests of a batch. vs: median (lowest-highest) of the batches. "
+        "accepted: drafts per round.",
+    ]
+    return "\n".join([report.table(headers, lines), *legend, *notes, verdict(rows)])
 
 
 def _spread(its: Sequence[float]) -> str:
@@ -330,8 +335,13 @@ def main(arguments: Sequence[str]) -> int:
     add("--tokens", type=int, default=24, help="per prompt (%(default)s)")
     add("--k", type=int, default=2)
     add("--branches", type=int, default=12)
-    add("--json", type=Path, metavar="FILE", help="rewritten after every cell")
-    add("--against", type=Path, metavar="FILE", help="of --json: how far apart are the two runs?")
+    add("--json", type=files.output, metavar="FILE", help="rewritten after every cell")
+    add(
+        "--against",
+        type=files.existing,
+        metavar="FILE",
+        help="of --json: how far apart are they?",
+    )
     options = parser.parse_args(arguments)
     if options.quick:
         options.batches, options.tokens = min(options.batches or 3, 3), min(options.tokens, 24)

@@ -31,6 +31,7 @@ from saguaro_runtime import Engine, EngineConfig, Output, SamplingParams
 from saguaro_runtime.compare import Comparison, compare_texts
 from saguaro_runtime.config import Method
 
+from . import files
 from .report import machine
 
 CHAT = Path(__file__).with_name("data") / "chat.json"
@@ -189,7 +190,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--tokens", type=int, default=64, help="per prompt (%(default)s)")
     parser.add_argument("--batch", type=int, default=1, help="at once, at T = 0 (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=files.output, metavar="FILE")
     options = parser.parse_args(arguments)
     from saguaro_runtime.demo.model import load_pair
     from saguaro_runtime.models.transformers import load_draft, load_model

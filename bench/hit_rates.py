@@ -30,7 +30,7 @@ from saguaro_runtime.expectations import Predictor
 from saguaro_runtime.round import Reply, Turn
 from saguaro_runtime.speculator import Speculator
 
-from . import report
+from . import files, report
 
 RESULTS = Path(__file__).with_name("results") / "hit_rates.json"
 RANKINGS = ("probability", "noise")
@@ -303,7 +303,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--min-rounds", type=int, default=500, help="at least, where T > 0 (500)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--json", type=Path, metavar="FILE", default=RESULTS)
+    parser.add_argument("--json", type=files.output, metavar="FILE", default=RESULTS)
     options = parser.parse_args(arguments)
     settings = {
         "prompts": options.prompts,

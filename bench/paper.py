@@ -14,10 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from . import report
+from . import files, report
 
 _LEGEND = """\
 Rates in tokens/s. Published: by the paper. Predicted: by the planner from the inputs below, not
@@ -104,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
     add("--prompts", type=int, default=8, help="HumanEval problems (%(default)s)")
     add("--tokens", type=int, default=512, help="per prompt (%(default)s)")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    add("--json", type=Path, metavar="FILE", help="what was measured, with the machine")
+    add("--json", type=files.output, metavar="FILE", help="what was measured, with the machine")
     options = parser.parse_args(arguments)
     if (options.target is None) != (options.draft is None):
         parser.error("--target and --draft: want both, or neither")

@@ -15,12 +15,11 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from saguaro_runtime.planner import acceptance_for, fast_rate, published, ssd_vs_sd, theorem7
 
-from . import report
+from . import files, report
 from .scripted_pairs import greedy_laws, places_for, sampled_laws
 from .scripted_race import TURN, WARM_UP, Ran, calibrated, race
 
@@ -237,7 +236,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="half the rounds: a minute")
     parser.add_argument("--rounds", type=int, default=60, help="per run (%(default)s)")
     parser.add_argument("--verify-ms", type=float, default=80.0, help="T_V (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=files.output, metavar="FILE")
     options = parser.parse_args(arguments)
     count = options.rounds // (2 if options.quick else 1)
     rows, spans = measure(options.verify_ms / 1e3, count, quick=options.quick)

@@ -154,7 +154,7 @@ def test_cells_and_table(fakes: dict[str, float]) -> None:
     assert found == [(t, b) for t in (0.0, 0.6, 1.0) for b in (1, 4, 8)]
     rows = [row for rows in cells for row in rows]
     lines = end_to_end.render(rows).splitlines()
-    assert len(lines) == 1 + len(rows) + 9 + 1
+    assert len(lines) == 1 + len(rows) + 2 + 9 + 1  # header, legend, what "auto" did, verdict
     assert lines[-1] == "SSD, auto is at least as fast as SD in 9 of 9 cells"
     lookup = [line for line in lines if "prompt lookup" in line]
     assert len(lookup) == 3 and all("0.50 (0.50-0.50)" in line for line in lookup)

@@ -211,7 +211,6 @@ def test_shapes_are_filled_in_from_the_case(tmp_path) -> None:
         (["row_stats", "--providers", "ours,nobody"], "no nobody here; want some of ours, torch"),
         (["row_stats", "--machine", "abacus"], "want one of H100 SXM"),
         (["row_stats", "--base", "no-such-commit"], "no commit of that name here"),
-        (["row_stats", "--json", "bench"], "is a folder"),
         (["all", "--quick", "--machine", "abacus"], "want one of H100 SXM"),
     ],
 )
@@ -220,6 +219,15 @@ def test_wrong_usage_is_refused_before_anything_runs(line, said, capsys, monkeyp
     monkeypatch.setattr(measure, "gates", lambda nodes: pytest.fail("ran"))
     assert _run(*line) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--csv", "--json", "--plot"])
+def test_a_file_that_cannot_be_written_is_refused(option: str, tmp_path, capsys) -> None:
+    (tmp_path / "file").touch()
+    for path, said in ((tmp_path, "is a folder"), (tmp_path / "file" / "x", "no folder")):
+        with pytest.raises(SystemExit):
+            _run("row_stats", option, str(path))
+        assert said in capsys.readouterr().err
 
 
 def test_options_without_a_name_are_refused(capsys) -> None:
