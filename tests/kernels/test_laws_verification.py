@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
+from typing import Any
 
 import numpy as np
 import pytest
@@ -459,52 +460,62 @@ def _text_law(model: Model, length: int) -> np.ndarray:
 # -- large vocabularies ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "vocab, rule", [(4096, "token"), (4096, "block"), (4096, "coupled"), (128256, "block")]
-)
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+@pytest.mark.parametrize("vocab", [4096, 128256])
 def test_live_ids_scattered_over_tiles(
     vocab: int, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The law of the live ids' columns; whole rows give the same tokens, kernels too."""
+    # What is left of p over q lies between the ends, or at both of them.
+    p_row, q_row = (P_ROW, Q_ROW) if vocab == 4096 else (Q_ROW, P_ROW)
     steps, ids, keys = 2, scattered_ids(vocab, 6), keys_of(DRAWS, seed=12, base=3)
     drawn = "COUPLED" if rule == "coupled" else "DRAFT"
     tokens, logq = [], []
     for i in range(steps):
-        score = logs(Q_ROW) + noise_of_ids(keys, i, Stream[drawn], ids)
+        score = logs(q_row) + noise_of_ids(keys, i, Stream[drawn], ids)
         tokens.append(score.argmax(1))
-        logq.append(logs(Q_ROW)[tokens[-1]])
+        logq.append(logs(q_row)[tokens[-1]])
     columns = Draft(
         torch.stack(tokens, 1),
         torch.full((DRAWS,), steps, dtype=torch.int32),
-        logs(Q_ROW).expand(DRAWS, steps, 6),
+        logs(q_row).expand(DRAWS, steps, 6),
         logq=torch.stack(logq, 1),
         sampling=ones(DRAWS),
     )
+    noise = lambda keys, offset, stream, _: noise_of_ids(keys, offset, stream, ids)  # noqa: E731
+    never, some = torch.tensor([0.0] * 5 + [-torch.inf]), DRAWS // 4
     with monkeypatch.context() as patch:
-        patch.setattr(
-            reference,
-            "gumbel_reference",
-            lambda keys, offset, stream, _: noise_of_ids(keys, offset, stream, ids),
-        )
-        target = logs(P_ROW).expand(DRAWS, steps + 1, 6)
+        patch.setattr(reference, "gumbel_reference", noise)
+        target = logs(p_row).expand(DRAWS, steps + 1, 6)
         verdict = verify_reference(target, columns, ones(DRAWS), keys, rule=rule)
-    assert oracles.follows(*iid_counts(verdict.tokens, np.array(P_ROW), 12))
+        # The control: the last id never wins what is drawn here.
+        patch.setattr(reference, "gumbel_reference", lambda *call: noise(*call) + never)
+        cut = verify_reference(
+            target[:some], first(columns, some), ones(some), first(keys, some), rule=rule
+        )
+    assert oracles.follows(*iid_counts(verdict.tokens, np.array(p_row), 12))
+    assert not oracles.follows(*iid_counts(cut.tokens, np.array(p_row), 12))
     rows = 2**18 // vocab
     for impl, count in (("reference", rows), ("triton", rows // 8 + 2)):
         wide = dataclasses.replace(
-            columns,
+            first(columns, count),
             tokens=ids[columns.tokens[:count]],
-            num_draft=columns.num_draft[:count],
-            logits=spread(logs(Q_ROW), ids, vocab).expand(count, steps, vocab),
-            logq=columns.logq[:count],
-            sampling=ones(count),
+            logits=spread(logs(q_row), ids, vocab).expand(count, steps, vocab),
         )
-        target = spread(logs(P_ROW), ids, vocab).expand(count, steps + 1, vocab)
-        few = Keys(keys.seed[:count], keys.base[:count])
-        whole = verify(target, wide, ones(count), few, rule=rule, impl=impl)
+        target = spread(logs(p_row), ids, vocab).expand(count, steps + 1, vocab)
+        whole = verify(target, wide, ones(count), first(keys, count), rule=rule, impl=impl)
         assert torch.equal(whole.num_accepted, verdict.num_accepted[:count])
         expected = verdict.tokens[:count]
         assert torch.equal(whole.tokens, torch.where(expected < 0, -1, ids[expected]))
+
+
+def first(value: Any, count: int) -> Any:
+    """The first requests of a Draft, a Sampling or Keys."""
+    if isinstance(value, torch.Tensor):
+        return value[:count]
+    if not dataclasses.is_dataclass(value):
+        return value
+    return type(value)(**{name: first(part, count) for name, part in vars(value).items()})
 
 
 TAIL = 4096

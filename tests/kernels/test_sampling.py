@@ -472,20 +472,30 @@ def test_law_of_ids_scattered_over_tiles(vocab, scheme):
 
 
 def test_law_beside_a_tail():
-    # C = .3 on the 3 largest; 4,096 other ids have a mass of .01 together.
+    # C = .3 on the 3 largest; 4,096 other ids have a mass of .01 together, .02 of q. Of 2^16 draws
+    # that is 1,330: five standard deviations are 14 % of it, and 20 % more or less of a tail is
+    # seen with a probability of .99.
     live = torch.tensor([1.0, 0.2, 1.5, -0.5, 0.9, 0.0, 2.0, -1.0])
     ids = scattered_ids(4104, 8)
     tail = 0.1 * torch.randn(4104, generator=torch.Generator().manual_seed(0))
     row = tail + np.log(0.01 / 4096)
     row[ids] = live - live.logsumexp(0)
-    tokens = draw_many(row, 1 << 14, scale_f=3, downweight=0.3)
+    draws = 1 << 16
+    tokens = draw_many(row, draws, scale_f=3, downweight=0.3)
     law = oracles.row_law(row.numpy(), downweight=0.3, scale_f=3)
-    grouped = lambda x: np.append(x[ids], np.delete(x, ids).sum())  # noqa: E731
-    counts, cells = grouped(histogram(tokens, 4104)), grouped(law)
-    assert oracles.follows(counts, cells)
-    # The control: a tail half as heavy is told from it.
-    cells[-1] /= 2
-    assert not oracles.follows(counts, cells / cells.sum())
+    counts = histogram(tokens, 4104)
+    tail_of = lambda x: np.delete(x, ids)  # noqa: E731
+    mass, drawn = tail_of(law).sum(), tail_of(counts).sum()
+    z = lambda mass: abs(drawn - draws * mass) / (draws * mass * (1 - mass)) ** 0.5  # noqa: E731
+    assert z(mass) < 5
+    # The controls: a tail a fifth lighter, and one a fifth heavier.
+    assert z(mass / 1.2) > 5 and z(mass * 1.2) > 5
+    # The live ids, and eighths of the tail; a tail of which the last eighth is never drawn.
+    grouped = lambda x: np.append(x[ids], tail_of(x).reshape(8, 512).sum(1))  # noqa: E731
+    cells = grouped(law)
+    assert oracles.follows(grouped(counts), cells)
+    cells[-1] = 1e-9
+    assert not oracles.follows(grouped(counts), cells / cells.sum())
 
 
 # -- geometric ------------------------------------------------------------------------------------
