@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 PROMPTS, NEW_TOKENS, K, BRANCHES = 4, 96, 4, 16
+WARM_UP_TOKENS = 12
 CHUNK = 512
 """Tokens of a prompt that are taken in at once."""
 
@@ -56,7 +57,7 @@ def run(target: Any, draft: Any, **options: Any) -> tuple[list[list[int]], dict[
         for row in range(PROMPTS)
     ]
     with Engine(target, draft, EngineConfig(**(settings | options))) as engine:
-        engine.generate(prompts, SamplingParams(max_new_tokens=12))
+        engine.generate(prompts, SamplingParams(max_new_tokens=WARM_UP_TOKENS))
         engine.reset_stats()
         outputs = engine.generate(prompts, params)
         stats = engine.stats()

@@ -87,24 +87,29 @@ def test_the_engine_s_part_runs(devices: tuple[str, str], monkeypatch: pytest.Mo
         return machine.place(target, where[0]), machine.place(draft, where[1])
 
     monkeypatch.setattr(gpu_engine, "pair", pair)
-    monkeypatch.setattr(gpu_engine, "NEW_TOKENS", 4)
-    monkeypatch.setattr(gpu_engine, "PROMPTS", 2)
+    small = {"NEW_TOKENS": 4, "WARM_UP_TOKENS": 1, "PROMPTS": 2, "K": 2, "BRANCHES": 4}
+    for name, value in small.items():
+        monkeypatch.setattr(gpu_engine, name, value)
     monkeypatch.setattr(torch.nn.Module, "to", lambda model, where: machine.place(model, where))
     with pretend_cuda.Machine(monkeypatch, devices=2) as machine:
-        words, failed = gpu_engine.lanes_agree(devices)
-        assert words.startswith("ok, ") and not failed
-        run = gpu_engine.run
+        run, stats = gpu_engine.run, {}
         monkeypatch.setattr(
-            gpu_engine, "run", lambda *a, lane, **o: ([[lane]], run(*a, lane=lane, **o)[1])
+            gpu_engine, "run", lambda *a, lane, **o: stats.setdefault(lane, run(*a, lane=lane, **o))
         )
         words, failed = gpu_engine.lanes_agree(devices)
+        assert words.startswith("ok, ") and not failed
+        monkeypatch.setattr(gpu_engine, "run", lambda *_, lane, **__: ([[lane]], stats[lane][1]))
+        words, failed = gpu_engine.lanes_agree(devices)
         assert words.startswith("1 of 1 texts differ") and failed
-        monkeypatch.setattr(gpu_engine, "run", run)
+        found: dict[bool, Any] = {}
+        monkeypatch.setattr(
+            gpu_engine, "run", lambda *a, **o: found.setdefault(o["cuda_graphs"], run(*a, **o))
+        )
         words, failed = gpu_engine.graphs_agree(devices)
         assert words.startswith("ok, a round ") and not failed
         monkeypatch.setattr(
             gpu_engine, "run",
-            lambda *a, **o: ([[o["cuda_graphs"]]], run(*a, **o)[1]),
+            lambda *_, cuda_graphs, **__: ([[cuda_graphs]], found[cuda_graphs][1]),
         )  # fmt: skip
         words, failed = gpu_engine.graphs_agree(devices)
         assert words.startswith("1 of 1 texts differ") and failed
@@ -211,6 +216,12 @@ def test_a_whole_run_ends_in_time(dry: list[float], tmp_path: Path, capsys: Any)
     assert "tune: residual" in printed and "8.0 us by VerifyConfig(block_v=128" in printed
     assert "left out, tune: row_stats: ScanConfig(block=100" in printed
     assert "0 failed, 237 s; out of time: engine: 2, engine: 3, " in printed
+
+
+def test_two_devices_have_more_time_for_the_engine(dry: list[float], capsys: Any) -> None:
+    assert gpu._run(options(two_devices=True), "cpu") == 0
+    assert dry[0] == 247  # 3 parts of the engine and 4 checks, each begun in its time
+    assert "out of time: engine: 3, " in capsys.readouterr().out
 
 
 def test_tuning_stops_when_its_time_is_spent(
