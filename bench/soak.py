@@ -45,14 +45,14 @@ def _soak(rounds: int, kills: int, seed: int, verify_s: float) -> dict[str, Any]
     )  # fmt: skip
     target_law, draft_law = _laws()
     wanted = _Wanted(target_law)
-    lost, checked, memory, pids = 0, 0, 0, set()
+    lost, checked, pids = 0, 0, set()
     with Engine(
         ScriptedModel(target_law, rows=ROWS, slots=512, extend_s=verify_s),
         ScriptedModel(draft_law, rows=ROWS, slots=1024),
         config,
     ) as engine:
-        # From one death to the next, less the time that a start takes.
-        killer = _Killer(engine, dice, max(0.2, rounds * verify_s / kills - 3.0))
+        killer = _Killer(engine, dice, rounds, kills, verify_s)
+        hits, asked, memory = 0, 0, []
         running: list[Any] = []
         for step in range(rounds):
             while len(running) < ROWS + 1:
@@ -62,7 +62,7 @@ def _soak(rounds: int, kills: int, seed: int, verify_s: float) -> dict[str, Any]
             if step % 97 == 50:
                 engine.cancel(running[-1])
             engine.step()
-            killer.may_kill(kills)
+            killer.may_kill(step)
             pids.add(_pid(engine))
             for request in [its for its in running if its.finish_reason is not None]:
                 running.remove(request)
@@ -70,10 +70,13 @@ def _soak(rounds: int, kills: int, seed: int, verify_s: float) -> dict[str, Any]
                 whole = request.finish_reason == "cancelled" or len(request.token_ids) == len(text)
                 lost += not whole or request.token_ids != text[: len(request.token_ids)]
                 checked += 1
-            if step == rounds // 4:
-                memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        stats = engine.stats()
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
+            if (step + 1) % -(-rounds // 8) == 0 or step + 1 == rounds:
+                stats = engine.stats()
+                hits, asked = hits + stats["hits"], asked + stats["hits"] + stats["misses"]
+                engine.reset_stats()  # the timeline is kept on purpose, up to its own bound
+                gc.collect()
+                memory.append(_resident_kib())
+        status = engine.stats()["speculation"]
     left = [pid for pid in pids if _is_running(pid)]
     return {
         "rounds": rounds,
@@ -81,11 +84,12 @@ def _soak(rounds: int, kills: int, seed: int, verify_s: float) -> dict[str, Any]
         "restarts": len(pids) - 1,
         "texts_checked": checked,
         "texts_lost": lost,
-        "hit_rate": stats["hit_rate"],
-        "hits": stats["hits"],
-        "speculation": stats["speculation"],
+        "hit_rate": hits / max(asked, 1),
+        "hits": hits,
+        "speculation": status,
         "processes_left": len(left),
-        "memory_grown_kib": grown,
+        "memory_kib": memory,
+        "memory_grown_kib": memory[-1] - memory[0],
     }
 
 
@@ -111,21 +115,30 @@ class _Wanted:
 
 
 class _Killer:
-    """Kills the draft process at random times, from a thread: in the middle of anything."""
+    """Kills the draft process at random times, from a thread: in the middle of anything.
 
-    def __init__(self, engine: Engine, dice: random.Random, every_s: float) -> None:
-        self.count, self._engine, self._dice, self._every_s = 0, engine, dice, every_s
-        self._timer: threading.Timer | None = None
+    Deaths are planned for random rounds. One that comes while the process is still starting after
+    the last waits until it is at work, but not beyond the next: then it dies as it starts.
+    """
 
-    def may_kill(self, most: int) -> None:
-        """Plan the next death, if none is planned and the process is at work."""
-        planned = self._timer is not None and self._timer.is_alive()
+    def __init__(
+        self, engine: Engine, dice: random.Random, rounds: int, kills: int, round_s: float
+    ) -> None:
+        self.count, self._engine, self._dice, self._round_s = 0, engine, dice, round_s
+        self._due = sorted(dice.sample(range(max(rounds * 9 // 10, kills)), kills))
+        self._killed: set[int] = set()
+
+    def may_kill(self, step: int) -> None:
+        """Plan a death within a round from now, if one is due."""
+        due, pid = sum(its <= step for its in self._due), _pid(self._engine)
         lane = self._engine.lane
-        if not planned and self.count < most and lane is not None and lane.status == "on":
-            wait_s = self._dice.expovariate(1 / self._every_s)
-            self._timer = threading.Timer(wait_s, self._kill, [_pid(self._engine)])
-            self._timer.daemon = True
-            self._timer.start()
+        working = lane is not None and lane.status == "on"
+        if pid not in self._killed and due > (0 if working else 1):
+            self._killed.add(pid)
+            self._due.pop(0)
+            timer = threading.Timer(self._dice.uniform(0, self._round_s), self._kill, [pid])
+            timer.daemon = True
+            timer.start()
 
     def _kill(self, pid: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -137,6 +150,11 @@ def _laws() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(2, VOCAB * VOCAB, VOCAB, generator=generator)
     return torch.softmax(2 * noise[0], -1), torch.softmax(2 * noise[0] + 0.5 * noise[1], -1)
+
+
+def _resident_kib() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize() // 1024
 
 
 def _is_running(pid: int) -> bool:

@@ -50,9 +50,10 @@ class Branches:
         if self._unfiled is not None:
             self._file(self._unfiled, *self._outcomes.take())
             self._unfiled = None
+        self._generation.fill_(turn.number - 1)
         found = self.cache.lookup(
             turn.uid,
-            turn.number - 1,
+            self._generation,
             turn.base - turn.accepted - 1,
             turn.accepted,
             turn.last,

@@ -14,7 +14,16 @@ from saguaro_kernels._launch import Impl
 from .history import History
 from .metrics import Timeline
 from .models.protocol import Model
-from .round import Admission, Allocate, ChainStore, Decision, RowTable, Turn, vocab_map_of
+from .round import (
+    BROKEN,
+    Admission,
+    Allocate,
+    ChainStore,
+    Decision,
+    RowTable,
+    Turn,
+    vocab_map_of,
+)
 from .transfer import send
 
 
@@ -196,7 +205,7 @@ class Drafter:
     ) -> Sample:
         """Draw the drafts at `offset` of rounds of `base` [B] from logits [B, V]."""
         scaled = decision.downweight < 1
-        return saguaro_sample(
+        sample = saguaro_sample(
             logits,
             self.table.sampling(rows),
             self.table.keys(rows, base),
@@ -210,3 +219,7 @@ class Drafter:
             ids=self.ids,
             impl=self.impl,
         )
+        if self.on_host and bool(sample.status.any()):
+            with self.timeline.span(BROKEN, int(sample.status.count_nonzero())):
+                pass
+        return sample

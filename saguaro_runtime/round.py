@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from saguaro_kernels import PAD, Keys, Sampling
@@ -85,7 +85,18 @@ class Turn:
 
     def tensors(self) -> list[torch.Tensor]:
         """What is not plain Python, in the order of the fields."""
-        return [getattr(self, field.name) for field in dataclasses.fields(self)[2:]]
+        return [self.rows, self.uid, self.base, self.last, self.accepted, self.budget]
+
+    def packed(self) -> np.ndarray:
+        """The tensors as one array of the host: [6, B] int64."""
+        return torch.stack([tensor.to(torch.int64) for tensor in self.tensors()]).numpy()
+
+    @staticmethod
+    def unpacked(number: int, decision: Decision, packed: np.ndarray) -> Turn:
+        """The turn whose tensors `packed` holds."""
+        rows, uid, base, last, accepted, budget = torch.from_numpy(packed).unbind(0)
+        lengths = accepted.to(torch.int32), budget.to(torch.int32)
+        return Turn(number, decision, rows, uid, base, last, *lengths)
 
     def on(self, device: torch.device) -> Turn:
         """The turn with its tensors on `device`."""
@@ -96,6 +107,10 @@ class Turn:
     def select(self, mask: torch.Tensor) -> Turn:
         """The turn of the rows where `mask` [B] is true; both on the host."""
         return Turn(self.number, self.decision, *(tensor[mask] for tensor in self.tensors()))
+
+
+BROKEN = "broken_rows"
+"""Name of spans that stand for rows of the draft's logits that are NaN or all -inf."""
 
 
 class Reply(NamedTuple):
@@ -119,6 +134,7 @@ class RowTable:
         self.top_p = torch.ones(rows, device=device)
         self.min_p = torch.zeros(rows, device=device)
         self._filters: dict[int, tuple[bool, bool, bool]] = {}
+        self._used = [False] * 3
         self._greedy: set[int] = set()
 
     def set(self, row: int, params: SamplingParams) -> None:
@@ -129,11 +145,16 @@ class RowTable:
         self.min_p[row] = params.min_p or 0.0
         filters = params.top_k is not None, params.top_p not in (None, 1.0), bool(params.min_p)
         self._filters[row] = filters
+        self._count_filters()
         (self._greedy.discard if params.temperature else self._greedy.add)(row)
 
     def clear(self, row: int) -> None:
         """The row's request has ended."""
         self._filters.pop(row, None)
+        self._count_filters()
+
+    def _count_filters(self) -> None:
+        self._used = [any(its) for its in zip(*self._filters.values(), strict=True)] or [False] * 3
 
     def draws(self, rows: list[int]) -> bool:
         """Whether any of `rows` samples."""
@@ -141,9 +162,8 @@ class RowTable:
 
     def sampling(self, rows: torch.Tensor) -> Sampling:
         """Sampling of `rows`; a filter that no request uses is None, which is the cheaper path."""
-        used = [any(its) for its in zip(*self._filters.values(), strict=True)] or [False] * 3
         columns = (self.top_k, self.top_p, self.min_p)
-        filters = (its[rows] if on else None for its, on in zip(columns, used, strict=True))
+        filters = (its[rows] if on else None for its, on in zip(columns, self._used, strict=True))
         return Sampling(self.temperature[rows], *filters)
 
     def keys(self, rows: torch.Tensor, base: torch.Tensor) -> Keys:
@@ -181,6 +201,7 @@ class ChainStore:
     """
 
     vocab_map: torch.Tensor | None = None
+    tokens: torch.Tensor
 
     SCALARS = ("logq", "lse", "cutoff", "scale_logit")
     IDS = ("tokens", "cutoff_id", "scale_id")
@@ -196,39 +217,42 @@ class ChainStore:
         logit_rows: int | None = None,
     ) -> None:
         """logit_rows: default K + 1."""
-        chain = (*leading, draft_len)
-        self.tokens = allocate(chain, torch.int64)
-        self.cutoff_id = allocate(chain, torch.int64)
-        self.scale_id = allocate(chain, torch.int64)
-        self.logq = allocate(chain, torch.float32)
-        self.lse = allocate(chain, torch.float32)
-        self.cutoff = allocate(chain, torch.float32)
-        self.scale_logit = allocate(chain, torch.float32)
+        # Fields of one type lie together, so that a sample is stored by two calls, not by seven.
+        self._scalars = allocate((len(self.SCALARS), *leading, draft_len), torch.float32)
+        self._ids = allocate((len(self.IDS), *leading, draft_len), torch.int64)
+        for names, fields in ((self.SCALARS, self._scalars), (self.IDS, self._ids)):
+            for name, field in zip(names, fields.unbind(0), strict=False):
+                setattr(self, name, field)
         self.num_draft = allocate(leading, torch.int32)
         self.downweight = allocate(leading, torch.float32)
         self.one_hot = allocate(leading, torch.bool)
         logit_rows = draft_len + 1 if logit_rows is None else logit_rows
         self.logits = allocate((*leading, logit_rows, vocab_size), dtype)
 
-    def put(self, index: tuple[torch.Tensor | slice, ...], offset: int, sample: object) -> None:
-        """Store a Sample as the draft at `offset` of the chains at `index`."""
-        for name in (*self.SCALARS, *self.IDS):
-            field = getattr(self, name)[..., offset]
-            field[index] = getattr(sample, name).view_as(field[index])
+    def put(self, index: tuple[Any, ...], offset: int, sample: object) -> None:
+        """Store a Sample as the draft at `offset` of the chains at `index`: rows, or rows and a
+        slice of their branches."""
+        shape, where = (len(index[0]), -1)[: len(index)], (slice(None), *index)
+        for names, fields in ((self.SCALARS, self._scalars), (self.IDS, self._ids)):
+            new = torch.stack([getattr(sample, name) for name in names])
+            fields[..., offset][where] = new.view(len(names), *shape)
 
     def take(self, rows: torch.Tensor, other: ChainStore, index: tuple[torch.Tensor, ...]) -> None:
         """Copy the chains of `other` at `index` to `rows`."""
-        for name in (*self.SCALARS, *self.IDS, *self.WHOLE):
+        where: Any = (slice(None), *index)
+        self._scalars[:, rows] = other._scalars[where]
+        self._ids[:, rows] = other._ids[where]
+        for name in self.WHOLE:
             getattr(self, name)[rows] = getattr(other, name)[index]
         self.logits[rows, : other.logits.shape[-2]] = other.logits[index]
 
     def is_legal(self, rows: torch.Tensor, most: torch.Tensor) -> bool:
         """Whether the chains of `rows` have lengths up to `most` [B] and ids of the vocabulary."""
-        num_draft, tokens = self.num_draft[rows], self.tokens[rows]
-        used = torch.arange(tokens.shape[1]) < num_draft[:, None]
-        lengths = bool(((num_draft >= 0) & (num_draft <= most)).all())
+        num_draft, tokens = self.num_draft[rows].numpy(), self.tokens[rows].numpy()
+        behind = np.arange(tokens.shape[1]) >= num_draft[:, None]
         vocab = self.logits.shape[-1] if self.vocab_map is None else len(self.vocab_map)
-        return lengths and bool(((tokens >= 0) & (tokens < vocab))[used].all())
+        lengths = (num_draft >= 0) & (num_draft <= most.numpy())
+        return bool(lengths.all() and ((tokens >= 0) & (tokens < vocab) | behind).all())
 
     def draft(self, rows: torch.Tensor, sampling: Sampling, most: int) -> Draft:
         """The chains of `rows` as `verify` takes them; rows of the vocabulary's size stay where
@@ -245,8 +269,11 @@ class ChainStore:
         downweight = self.downweight[rows]
         drawn = not (known and bool(one_hot.all()))
         scaled = not known or bool((downweight != 1).any())
+        scalars, ids = self._scalars[:, rows, :width], self._ids[:, rows, :width]
+        fields = dict(zip((*self.SCALARS, *self.IDS), (*scalars, *ids), strict=True))
+        tokens = fields.pop("tokens").masked_fill(step >= num_draft[:, None], PAD)
         return Draft(
-            tokens=self.tokens[rows, :width].masked_fill(step >= num_draft[:, None], PAD),
+            tokens=tokens,
             num_draft=num_draft,
             logits=self.logits.flatten(0, 1) if drawn else None,
             row_index=rows[:, None] * self.logits.shape[1] + step if drawn else None,
@@ -254,8 +281,5 @@ class ChainStore:
             downweight=downweight if scaled else None,
             sampling=sampling,
             vocab_map=self.vocab_map,
-            **{
-                name: getattr(self, name)[rows, :width]
-                for name in (*self.SCALARS, "cutoff_id", "scale_id")
-            },
+            **fields,
         )

@@ -30,6 +30,7 @@ class LocalChild:
         self._fd, self._beat = arena.fd, allocate_beat(arena)
         self._speculator, self._trouble, self._patience = build(setup, arena), trouble, patience
         self._answers: list[Any] = [("ready",)]
+        self.stalled = False
 
     def send(self, message: Any) -> None:
         message = pickle.loads(pickle.dumps(message))  # nothing is shared but the arena
@@ -45,6 +46,8 @@ class LocalChild:
             self._answers.append(Lost(f"the draft process failed:\n{error}"))
 
     def receive(self, timeout_s: float) -> Any:
+        if self.stalled:
+            return None
         self._beat.fill_(time.monotonic())
         self._patience -= 1
         answer = self._answers.pop(0) if self._patience < 0 and self._answers else None

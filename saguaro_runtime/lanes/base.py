@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from ..metrics import Span
-from ..round import Admission, ChainStore, Reply, Turn
+from ..round import BROKEN, Admission, ChainStore, Reply, Turn
+
+_BROKEN_FAULT = "the draft's logits are NaN or all -inf at times"
+
+
+def note_broken_rows(faults: list[str], spans: Iterable[Span]) -> None:
+    """Say so, once, where spans tell of logits that no token can be drawn from."""
+    if _BROKEN_FAULT not in faults and any(span.name == BROKEN for span in spans):
+        faults.append(_BROKEN_FAULT)
 
 
 class Lane(Protocol):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
+import select
 import socket
 import struct
 import subprocess
@@ -45,9 +47,15 @@ class Child:
             | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": str(threads)},
         )
         theirs.close()
-        self._connection = Connection(ours.detach())
+        self._listen(Connection(ours.detach()))
         self._end = weakref.finalize(self, _stop, self._process, self._connection, 1.0)
         self.send(setup)
+
+    def _listen(self, connection: Connection) -> None:
+        self._connection = connection
+        # Connection.poll makes a selector for every call.
+        self._heard = select.poll()
+        self._heard.register(connection.fileno(), select.POLLIN)
 
     @property
     def pid(self) -> int:
@@ -55,7 +63,7 @@ class Child:
 
     def send(self, message: object) -> None:
         try:
-            self._connection.send(message)
+            self._connection.send_bytes(pickle.dumps(message))
         except _BROKEN:
             with contextlib.suppress(*_BROKEN):
                 self.receive(0.0)  # what it said last tells more than that it is gone
@@ -64,7 +72,7 @@ class Child:
     def receive(self, timeout_s: float) -> Any:
         """Its next message, or None where there is none in time."""
         try:
-            if not self._connection.poll(timeout_s):
+            if not self._heard.poll(math.ceil(1e3 * timeout_s)):
                 return None
             message = self._connection.recv()
         except _BROKEN:

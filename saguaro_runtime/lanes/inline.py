@@ -9,6 +9,7 @@ from ..metrics import Span
 from ..ngram import NgramDrafter
 from ..round import Admission, ChainStore, Reply, Turn
 from ..speculator import Speculator
+from .base import note_broken_rows
 
 _T = TypeVar("_T")
 
@@ -55,7 +56,9 @@ class InlineLane:
 
     def spans(self, *, wait: bool = True) -> list[Span]:
         """Work since the last call; nothing is ever waited for."""
-        return self.speculator.timeline.drain()
+        spans = self.speculator.timeline.drain()
+        note_broken_rows(self.faults, spans)
+        return spans
 
     def _try(self, work: Callable[[], _T]) -> _T | None:
         """Run a part of the draft's work; if it fails, drafting ends and the target goes on."""

@@ -14,6 +14,7 @@ from saguaro_kernels.errors import SaguaroError
 
 from ..metrics import KEPT_SPANS, Span
 from ..round import Admission, ChainStore, Reply, Turn
+from .base import note_broken_rows
 from .child import Child, Lost
 from .memory import Arena, file_of
 from .worker import Setup, allocate_beat, is_answer, store_bytes
@@ -165,6 +166,7 @@ class ProcessLane:
             self._lose(error)
         spans = list(self._spans)
         self._spans.clear()
+        note_broken_rows(self.faults, spans)
         return spans
 
     def close(self) -> None:
@@ -203,8 +205,11 @@ class ProcessLane:
             self.off = f"{error}; it could not be started again: {again}"
 
     def _await_ready(self, timeout_s: float) -> bool:
-        if self._child.receive(timeout_s) == ("ready",):
+        answer = self._child.receive(timeout_s)
+        if answer == ("ready",):
             self._state = "empty"
+        elif answer is not None:
+            raise Lost("the draft process sent an answer that cannot be")
         elif time.monotonic() > self._heard_s + _LONGEST_S:
             raise Lost(f"the draft process was not ready after {_LONGEST_S:.0f} s")
         return self._state == "empty"
@@ -216,8 +221,7 @@ class ProcessLane:
             return None
         # A draft that is still at an earlier turn is not waited for until it has caught up.
         timeout_s = 0.0 if self._unanswered or not self._caught_up else self._timeout_s
-        arrays = [tensor.numpy() for tensor in turn.tensors()]
-        self._child.send(("turn", turn.number, turn.decision, arrays))
+        self._child.send(("turn", turn.number, turn.decision, turn.packed()))
         self._unanswered += 1
         answer = self._answer(timeout_s)
         if answer is None or answer[1] != turn.number:

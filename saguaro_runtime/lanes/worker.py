@@ -1,12 +1,13 @@
 """The draft process: builds a Speculator, answers turns, drafts ahead while nobody waits.
 
-The engine sends ("admit", admissions), ("release", rows), ("turn", number, decision, arrays),
+The engine sends ("admit", admissions), ("release", rows), ("turn", number, decision, packed),
 ("spans",) and ("close",). It answers ("ready",), ("chain", number, [hit, ready], spans),
 ("spans", spans), ("error", text).
 """
 
 from __future__ import annotations
 
+import pickle
 import signal
 import sys
 import threading
@@ -65,7 +66,7 @@ def _serve(connection: Connection) -> None:
     connection.send(("ready",))
     while (message := connection.recv())[0] != "close":
         if (answer := answer_to(speculator, message)) is not None:
-            connection.send(answer)
+            connection.send_bytes(pickle.dumps(answer))
         if message[0] == "turn":
             speculator.look_ahead(late=connection.poll())
 
@@ -74,8 +75,7 @@ def answer_to(speculator: Speculator, message: tuple[Any, ...]) -> tuple[Any, ..
     """Do what the engine asks; what it is told, if anything."""
     kind, *payload = message
     if kind == "turn":
-        number, decision, arrays = payload
-        turn = Turn(number, decision, *(torch.from_numpy(array) for array in arrays))
+        turn = Turn.unpacked(*payload)
         reply = torch.stack(speculator.next_chain(turn)).numpy()
         return "chain", turn.number, reply, speculator.timeline.drain()
     if kind == "spans":

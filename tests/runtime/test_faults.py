@@ -30,6 +30,7 @@ from saguaro_runtime import (
 from saguaro_runtime.lanes import process
 from saguaro_runtime.lanes.child import Child, Lost
 from saguaro_runtime.models.scripted import ScriptedModel
+from saguaro_runtime.speculator import Speculator
 
 P = scripts.random_law(5, seed=1)
 Q = scripts.random_law(5, seed=2, near=P)
@@ -88,7 +89,7 @@ def test_a_process_that_stops_amid_a_message_or_sends_garbage_is_lost() -> None:
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 50_000))
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 50_000))
     child = Child.__new__(Child)
-    child._connection = Connection(ours.detach())
+    child._listen(Connection(ours.detach()))
     child._process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         sender = Connection(theirs.detach())
@@ -157,6 +158,107 @@ def test_wrong_answers_leave_the_text(
     late = trouble in ("nothing", "an old answer")
     assert bool(stats["draft_faults"]) != late
     assert any(its.source == "hit" for its in request.rounds[9:])
+
+
+PLAIN = [SamplingParams(30 + 4 * its, temperature=its % 2, seed=its) for its in range(5)]
+"""Five requests for three rows: some join and leave whatever else happens."""
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[int]]:
+    with scripts.engine(scripts.model(P), None, method="ar", rule="coupled") as engine:
+        return [its.token_ids for its in engine.generate([[1, 2]] * len(PLAIN), PLAIN)]
+
+
+ANSWERED = ("ready", "turn", "spans")
+HANDOFFS = [
+    (handoff, fault)
+    for handoff in ("ready", "admit", "turn", "look ahead", "release", "spans")
+    for fault in ("killed", "out of memory", "stalled", "garbage", "wrong shape")
+    if handoff in ANSWERED or fault in ("killed", "out of memory", "stalled")
+]
+REASONS = {
+    "killed": "exit code -9", "out of memory": "no 3 GiB",
+    "garbage": "cannot be", "wrong shape": "cannot be",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("handoff", "fault"), HANDOFFS)
+def test_a_fault_at_any_hand_off_leaves_the_texts(
+    plain: list[list[int]], handoff: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its second time: texts are those of plain decoding, the reason is told, hits go on."""
+    monkeypatch.setattr(process, "_STILL_S", 0.02)
+    passed, stalled_at = 0, 0
+
+    def strikes(at: str) -> bool:
+        nonlocal passed
+        passed += at == handoff
+        return at == handoff and passed == 2
+
+    def fail(message: Any, answer: Any) -> Any:
+        if fault == "killed":
+            raise Lost("the draft process ended (exit code -9)")
+        if fault == "out of memory":
+            raise MemoryError("no 3 GiB")
+        if fault == "stalled":
+            started[-1].stalled = True
+            return answer
+        if fault == "garbage":
+            return b"\x00"
+        wrong = {"turn": np.zeros((3, 7), bool), "spans": [("draft", "verify", 0.0)]}
+        return (*answer[:-1], wrong["spans"]) if handoff == "spans" else (
+            *answer[:2], wrong["turn"], answer[3]
+        )  # fmt: skip
+
+    def trouble(message: Any, answer: Any) -> Any:
+        return fail(message, answer) if strikes(message[0]) else answer
+
+    def look_ahead(speculator: Speculator, *, late: bool = False) -> None:
+        if strikes("look ahead"):
+            fail(None, None)
+        ahead(speculator, late=late)
+
+    ahead = Speculator.look_ahead
+    monkeypatch.setattr(Speculator, "look_ahead", look_ahead)
+    started = faulty.local_children(monkeypatch, trouble)
+    start = process.Child
+
+    def second_fails(setup: Any, **options: Any) -> Any:
+        child = start(setup, **options)
+        if handoff == "ready" and len(started) == 2:
+            said = {"killed": Lost(REASONS["killed"]), "out of memory": Lost("no 3 GiB"),
+                    "garbage": b"\x00", "wrong shape": ("ready", 3)}  # fmt: skip
+            child._answers = [said.get(fault, ("ready",))]
+            child.stalled = fault == "stalled"
+        return child
+
+    monkeypatch.setattr(process, "Child", second_fails)
+    with scripts.engine(
+        scripts.model(P), scripts.model(Q), lane="process", rule="coupled", max_batch=3,
+        draft_timeout_s=0.01,
+    ) as engine:  # fmt: skip
+        requests = [engine.add([1, 2], params) for params in PLAIN]
+        steps = 0
+        while any(its.finish_reason is None for its in requests):
+            engine.step()
+            steps += 1
+            if steps == 4 and handoff == "ready":
+                engine.lane._lose(Lost("killed"))
+            if steps % 3 == 0:
+                engine.stats()
+            stalled_at = stalled_at or (steps if started[-1].stalled else 0)
+            if stalled_at and steps == stalled_at + 8:
+                started[-1].stalled = False
+        stats, held = engine.stats(), started[-1]._speculator.model.held
+    assert [its.token_ids for its in requests] == plain
+    assert passed >= 2 or len(started) >= 2
+    if fault == "stalled":
+        assert stalled_at and stats["rounds_by_source"]["late"] > 0
+    else:
+        assert any(REASONS[fault] in its for its in stats["draft_faults"]), stats["draft_faults"]
+    assert stats["speculation"].startswith(("on", "starting again")) and stats["hits"] > 0
+    assert held == set()
 
 
 def test_a_soak_with_random_deaths_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,39 +338,60 @@ def test_a_slow_draft_process_is_not_waited_for_round_after_round(
     assert stats["speculation"] == "on" and not stats["draft_faults"]
 
 
-def test_a_draft_that_was_late_catches_up(no_leaks: None) -> None:
-    params = SamplingParams(max_new_tokens=200)
+@pytest.mark.parametrize("stall_s", [0.0, 5.0])
+def test_a_draft_that_was_late_catches_up(stall_s: float, no_leaks: None) -> None:
+    """A process that stood still for three rounds, and for five seconds of them."""
+    params = SamplingParams(max_new_tokens=320)
     with scripts.engine(scripts.model(P), None, method="ar") as engine:
         wanted = engine.generate([1, 2], params)[0].token_ids
     with scripts.engine(
-        scripts.model(P, extend_s=0.02), scripts.model(Q), lane="process", draft_timeout_s=0.2
-    ) as engine:
-        request = engine.add([1, 2], params)
+        scripts.model(P, extend_s=0.04 if stall_s else 0.02), scripts.model(Q), lane="process",
+        draft_timeout_s=0.2,
+    ) as engine:  # fmt: skip
+        request, pid = engine.add([1, 2], params), engine.lane.pid
         for _ in range(3):
             engine.step()
-        os.kill(engine.lane.pid, signal.SIGSTOP)
-        for _ in range(3):
+        os.kill(pid, signal.SIGSTOP)
+        until, rounds = time.monotonic() + stall_s, 0
+        while rounds < 3 or time.monotonic() < until:
             engine.step()
-        os.kill(engine.lane.pid, signal.SIGCONT)
+            rounds += 1
+        os.kill(pid, signal.SIGCONT)
         assert _finish(engine, request) == wanted
-        undrafted = [at for at, its in enumerate(request.rounds) if its.drafted == 0]
-        assert undrafted[-1] >= 3  # the first round never has a draft
-        assert any(its.source == "hit" for its in request.rounds[undrafted[-1] :])
+        assert engine.lane.pid == pid and not engine.lane.faults
+        assert engine.stats()["rounds_by_source"]["late"] >= rounds - 1
+        assert any(its.source == "hit" for its in request.rounds[rounds + 3 :])
 
 
-class _Garbage(ScriptedModel):
-    """Sends ids that no vocabulary has."""
+class NaNs(ScriptedModel):
+    """All its logits are NaN: those of single tokens, or of trees."""
 
-    def decode_tree(self, *args, **options):
-        logits = super().decode_tree(*args, **options)
-        return torch.full_like(logits, float("nan"))
+    def __init__(self, law: torch.Tensor, method: str) -> None:
+        super().__init__(law)
+        self.method = method
+
+    def extend(self, *args):
+        return self._spoilt("extend", super().extend(*args))
+
+    def decode_tree(self, *args):
+        return self._spoilt("decode_tree", super().decode_tree(*args))
+
+    def _spoilt(self, method: str, logits: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(logits, torch.nan) if method == self.method else logits
 
 
-def test_nan_logits_of_the_draft_leave_the_text(wanted: list[int]) -> None:
-    with scripts.engine(scripts.model(P), _Garbage(Q)) as engine:
-        assert engine.generate([1, 2], GREEDY)[0].token_ids == wanted
-        sampled = engine.generate([1, 2], scripts.sampled(1, 50))[0]
-        assert sampled.finish_reason == "length" and len(sampled.token_ids) == 50
+@pytest.mark.parametrize("lane", ["inline", "process"])
+@pytest.mark.parametrize("method", ["extend", "decode_tree"])
+def test_nan_logits_of_the_draft_leave_the_texts(
+    plain: list[list[int]], method: str, lane: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty.local_children(monkeypatch)
+    with scripts.engine(scripts.model(P), NaNs(Q, method), lane=lane, rule="coupled") as engine:
+        outputs = engine.generate([[1, 2]] * len(PLAIN), PLAIN)
+        stats = engine.stats()
+    assert [its.token_ids for its in outputs] == plain
+    assert stats["speculation"] == "on"
+    assert stats["draft_faults"] == ["the draft's logits are NaN or all -inf at times"]
 
 
 def test_nan_logits_of_the_target_end_the_request() -> None:

@@ -37,6 +37,14 @@ FAMILIES = {
         hidden_size=48, intermediate_size=64, num_hidden_layers=2, sliding_window=8,
         num_attention_heads=4, num_key_value_heads=2, **SIZES,
     ),
+    "mistral": lambda: transformers.MistralConfig(
+        hidden_size=48, intermediate_size=64, num_hidden_layers=2, sliding_window=None,
+        num_attention_heads=4, num_key_value_heads=2, **SIZES,
+    ),
+    "gemma": lambda: transformers.GemmaConfig(
+        hidden_size=48, intermediate_size=64, num_hidden_layers=2, head_dim=16,
+        num_attention_heads=4, num_key_value_heads=1, **SIZES,
+    ),
     "gemma2-softcap": lambda: transformers.Gemma2Config(
         hidden_size=48, intermediate_size=64, num_hidden_layers=2, head_dim=16, sliding_window=8,
         num_attention_heads=4, num_key_value_heads=2, query_pre_attn_scalar=16, **SIZES,
@@ -91,7 +99,7 @@ def own_greedy(
 def test_greedy_text_is_that_of_generate(family: str) -> None:
     target, draft = tiny(family), tiny(family, seed=1)
     before = target.config._attn_implementation
-    options = {"k": 3, "branches": 6, "max_batch": 3, "prefill_chunk": 5}
+    options = {"k": 3, "branches": 6, "max_batch": len(PROMPTS), "prefill_chunk": 5}
     with scripts.engine(target, draft, **options) as engine:
         outputs = engine.generate(PROMPTS, SamplingParams(max_new_tokens=24))
         for model in (engine.model, engine.lane.speculator.model):
@@ -116,7 +124,7 @@ def test_draft_equal_to_target_is_always_accepted(family: str) -> None:
     """The keys of trunk, chain and branches are those of a plain forward, hit after hit."""
     model = tiny(family)
     with scripts.engine(model, model, k=3, branches=6, max_batch=3) as engine:
-        engine.generate(PROMPTS, SamplingParams(max_new_tokens=60))
+        engine.generate(PROMPTS, SamplingParams(max_new_tokens=40))
         stats = engine.stats()
     assert stats["accepted"] == stats["drafted"] > 0
     assert stats["hits"] > stats["misses"]
@@ -126,12 +134,15 @@ def test_draft_equal_to_target_is_always_accepted(family: str) -> None:
 def test_ssd_equals_sd_when_sampling(family: str) -> None:
     rule = "block" if list(FAMILIES).index(family) % 2 else "token"
     target, draft = tiny(family, scale=1.5), tiny(family, seed=1, scale=1.5)
-    params = [scripts.sampled(seed, 12, temperature=0.8, top_k=20) for seed in range(len(PROMPTS))]
+    params = [
+        scripts.sampled(seed, 8 + 2 * seed, temperature=0.8, top_k=20)
+        for seed in range(len(PROMPTS))
+    ]
     texts = []
-    for method in ("sd", "ssd"):
-        with scripts.engine(target, draft, method=method, rule=rule, max_batch=3) as engine:
+    for method, rows in (("sd", 3), ("ssd", len(PROMPTS))):
+        with scripts.engine(target, draft, method=method, rule=rule, max_batch=rows) as engine:
             texts.append([o.token_ids for o in engine.generate(PROMPTS, params)])
-    assert texts[0] == texts[1]
+    assert texts[0] == texts[1] and [len(ids) for ids in texts[0]] == [8, 10, 12, 14, 16]
 
 
 def test_logits_of_every_round_equal_a_fresh_forward() -> None:
@@ -210,9 +221,14 @@ def test_a_gguf_file_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_draft_of_another_family() -> None:
     target, draft = tiny("llama"), tiny("gpt2", seed=1)
-    with scripts.engine(target, draft, max_batch=3) as engine:
-        outputs = engine.generate(PROMPTS, SamplingParams(max_new_tokens=12))
-    assert [o.token_ids for o in outputs] == [own_greedy(target, p, 12) for p in PROMPTS]
+    texts = []
+    for method in ("sd", "ssd"):
+        with scripts.engine(target, draft, method=method, max_batch=3) as engine:
+            outputs = engine.generate(PROMPTS, SamplingParams(max_new_tokens=12))
+            drawn = engine.generate(PROMPTS, [scripts.sampled(seed, 12) for seed in range(5)])
+        assert [o.token_ids for o in outputs] == [own_greedy(target, p, 12) for p in PROMPTS]
+        texts.append([o.token_ids for o in drawn])
+    assert texts[0] == texts[1]
 
 
 def test_a_draft_folder_can_borrow_the_targets_embedding(tmp_path: Path) -> None:

@@ -91,6 +91,24 @@ MIXED = [
 ]
 
 
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+@pytest.mark.parametrize("method", ["ar", "sd", "ssd"])
+def test_a_frequency_penalty_with_draft_equal_to_target_is_plain_decoding(
+    method: str, rule: str
+) -> None:
+    """Greedy, by plain Python: the draft repeats itself, the text must not."""
+    wanted: list[int] = []
+    for _ in range(60):
+        seen = [*PROMPT, *wanted]
+        law = P[seen[-2] * V + seen[-1]].log().tolist()
+        row = [z - 0.6 * wanted.count(id) for id, z in enumerate(law)]
+        wanted.append(row.index(max(row)))
+    params = SamplingParams(60, frequency_penalty=0.6)
+    with _engine(P, method=method, rule=rule) as engine:
+        output, free = engine.generate([PROMPT] * 2, [params, SamplingParams(60)])
+    assert output.token_ids == wanted != free.token_ids
+
+
 @pytest.mark.parametrize("draft", [P, Q], ids=["draft-is-target", "another-draft"])
 def test_coupled_with_penalties_equals_plain_decoding(draft: torch.Tensor) -> None:
     texts = []

@@ -8,7 +8,7 @@ import pytest
 import scripts
 import torch
 
-from saguaro_runtime import ConfigError, EngineConfig, SamplingParams
+from saguaro_runtime import ConfigError, EngineConfig, Output, SamplingParams
 from saguaro_runtime.requests import TextStream
 
 V = 12
@@ -53,15 +53,27 @@ def _engine(**options: object):
     return engine
 
 
+def _agree(output: Output, streamed: str, ids: list[int], reason: str) -> None:
+    """Ids, text, stream, log-probabilities and counts say the same."""
+    assert output.token_ids == ids and output.finish_reason == reason
+    assert output.text == streamed == Letters().decode(ids)
+    assert [its.token for its in output.logprobs] == pytest.approx([0.0] * len(ids), abs=1e-6)
+    assert [next(iter(its.top)) for its in output.logprobs if its.top] in (ids, [])
+    assert output.metrics["tokens"] == sum(its.committed for its in output.rounds) == len(ids)
+    assert output.usage["completion_tokens"] == len(ids)
+
+
 @pytest.mark.parametrize("count", [0, 1, 2, K, K + 1, K + 2, 11])
 @pytest.mark.parametrize("method", ["ar", "sd", "ssd"])
 def test_max_new_tokens_is_exact(count: int, method: str) -> None:
+    params = SamplingParams(max_new_tokens=count, logprobs=1)
     with _engine(method=method) as engine:
-        output = engine.generate([1, 2], SamplingParams(max_new_tokens=count))[0]
+        output = engine.generate([1, 2], params)[0]
         stats = engine.stats()
-    assert output.token_ids == [(3 + i) % V for i in range(count)]
-    assert output.finish_reason == "length"
-    assert stats["tokens"] == output.metrics["tokens"] == count
+        streamed = "".join(engine.stream([1, 2], params))
+    ids = [(3 + i) % V for i in range(count)]
+    _agree(output, streamed, ids, "length")
+    assert stats["tokens"] == count and output.usage["total_tokens"] == 2 + count
 
 
 @pytest.mark.parametrize("offset", range(K + 3))
@@ -101,15 +113,15 @@ def test_prompts_up_to_the_models_length(spare: int) -> None:
     for draft_length in (length, length + 7):
         target = scripts.model(CYCLE, max_length=length)
         draft = scripts.model(CYCLE, max_length=draft_length)
-        with scripts.engine(target, draft, k=K) as engine:
+        with scripts.engine(target, draft, k=K, tokenizer=Letters()) as engine:
             if not spare:
                 with pytest.raises(ConfigError, match="20 tokens, the model holds 20"):
                     engine.add(prompt, params)
                 continue
             output = engine.generate(prompt, params)[0]
-        count = min(spare, K + 2)
-        assert output.token_ids == [(length - spare + index) % V for index in range(count)]
-        assert output.finish_reason == "length" and len(output.logprobs) == count
+            streamed = "".join(engine.stream(prompt, params))
+        ids = [(length - spare + index) % V for index in range(min(spare, K + 2))]
+        _agree(output, streamed, ids, "length")
 
 
 def test_a_stop_string_that_stays_half_is_not_held_back_for_ever() -> None:

@@ -10,6 +10,7 @@ import pytest
 import scripts
 import torch
 
+from saguaro_kernels._call import IMPLEMENTATIONS
 from saguaro_runtime import Engine, SamplingParams
 
 V = 5
@@ -62,6 +63,41 @@ def test_buffers_stay_where_they_are(fallback: str) -> None:
     for part in ("chain.logits", "chain.tokens", "branches.store.logits", "model.tokens"):
         assert part in names, names
     assert stats["hits"] > 100 and stats["misses"] > 20
+
+
+def test_launches_are_called_with_the_same_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred rounds of hits: each op with the same numbers, names and options, and tensors of
+    the same shapes, which is what a captured graph repeats."""
+    launched: list[Any] = []
+
+    def plain(argument: Any) -> Any:
+        if isinstance(argument, torch.Tensor):
+            return argument.dtype, tuple(argument.shape), argument.stride()
+        return argument
+
+    def recorded(name: str, run: Any) -> Any:
+        def launch(*arguments: Any) -> None:
+            launched.append((name, *map(plain, arguments)))
+            run(*arguments)
+
+        return launch
+
+    for name, run in IMPLEMENTATIONS.items():
+        monkeypatch.setitem(IMPLEMENTATIONS, name, recorded(name, run))
+    target, draft = (scripts.model(P, slots=800) for _ in range(2))
+    with scripts.engine(target, draft, k=3, branches=24, max_batch=3) as engine:
+        for seed in range(3):
+            engine.add([1, 2], scripts.sampled(seed, 480, temperature=float(seed > 0)))
+        rounds = []
+        for _ in range(110):
+            launched.clear()
+            engine.step()
+            rounds.append(tuple(launched))
+        stats = engine.stats()
+    del rounds[:10]
+    assert stats["misses"] == 0 and stats["running"] == 3  # all outcomes were prepared
+    assert len({name for name, *_ in rounds[0]}) == 5 and len(rounds[0]) == 4 + 3  # draws
+    assert len(set(rounds)) == 1
 
 
 def test_the_target_reads_drafted_rows_where_the_draft_wrote_them() -> None:
