@@ -14,16 +14,7 @@ from saguaro_kernels._launch import Impl
 from .history import History
 from .metrics import Timeline
 from .models.protocol import Model
-from .round import (
-    BROKEN,
-    Admission,
-    Allocate,
-    ChainStore,
-    Decision,
-    RowTable,
-    Turn,
-    vocab_map_of,
-)
+from .round import Admission, Allocate, ChainStore, Decision, RowTable, Turn, vocab_map_of
 from .transfer import send
 
 
@@ -34,6 +25,7 @@ class Drafter:
         chain: what is verified next.
         fed: [rows] int64, keys each row holds of its text and the chain behind it.
         behind: some row lacks keys of its text, as nothing was drafted for a while.
+        broken: on a CPU, rows of logits since it was read last that were NaN or all -inf.
         ids: [V] int64, the target's ids that the logits' columns stand for; None for all of them.
         last_id: the last id that the model can read.
     """
@@ -66,6 +58,7 @@ class Drafter:
         self.last_id = (model.vocab_size if self.ids is None else target_vocab) - 1
         self.fed = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self.behind = False
+        self.broken = torch.zeros((), dtype=torch.int64, device=self.device)
         self._taken: dict[int, int] = {}
         """Tokens whose keys each row had when its text was taken in last."""
         self._held: set[int] = set()
@@ -219,7 +212,6 @@ class Drafter:
             ids=self.ids,
             impl=self.impl,
         )
-        if self.on_host and bool(sample.status.any()):
-            with self.timeline.span(BROKEN, int(sample.status.count_nonzero())):
-                pass
+        if self.on_host:
+            self.broken += sample.status.count_nonzero()
         return sample

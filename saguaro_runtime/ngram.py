@@ -13,7 +13,7 @@ import torch
 from saguaro_kernels._launch import Impl
 
 from .history import History
-from .metrics import Timeline
+from .metrics import Span, Timeline
 from .round import Admission, ChainStore, Reply, Turn, allocate_on
 from .transfer import CPU
 
@@ -56,6 +56,10 @@ class NgramDrafter:
             chain.tokens[rows] = tokens.clamp(min=0)
             chain.num_draft[rows] = torch.minimum(count, turn.budget)
         return Reply(prepared, ~prepared)
+
+    def spans(self) -> list[Span]:
+        """Its work since the last call."""
+        return self.timeline.drain()
 
     def look_ahead(self, *, late: bool = False) -> None:
         """Nothing: the next proposal takes no time."""

@@ -14,6 +14,7 @@ Turns, hits and misses are the host's; what they make the draft do is queued on 
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import torch
 
@@ -24,10 +25,10 @@ from .branches import Branches
 from .config import Rule
 from .drafting import Drafter
 from .graphs import Graphs
-from .metrics import Timeline
+from .metrics import Span, Timeline
 from .models.protocol import Model
 from .params import SamplingParams
-from .round import Admission, Allocate, Decision, Reply, Turn, allocate_on
+from .round import BROKEN, Admission, Allocate, Decision, Reply, Turn, allocate_on
 from .transfer import send
 
 
@@ -102,6 +103,15 @@ class Speculator:
             self._waited[new.row] = -1
             self.branches.forget(new.row)
             self.drafter.admit(new, self.scratch_slots)
+
+    def spans(self) -> list[Span]:
+        """Its work since the last call, and as a span of no length what could not be drawn from."""
+        spans, drafter = self.timeline.drain(), self.drafter
+        if drafter.on_host and (broken := int(drafter.broken)):
+            drafter.broken.zero_()
+            now = time.monotonic()
+            spans.append(Span(self.timeline.lane, BROKEN, now, now, broken))
+        return spans
 
     def release(self, rows: list[int]) -> None:
         self.drafter.release(rows)

@@ -77,9 +77,9 @@ def answer_to(speculator: Speculator, message: tuple[Any, ...]) -> tuple[Any, ..
     if kind == "turn":
         turn = Turn.unpacked(*payload)
         reply = torch.stack(speculator.next_chain(turn)).numpy()
-        return "chain", turn.number, reply, speculator.timeline.drain()
+        return "chain", turn.number, reply, speculator.spans()
     if kind == "spans":
-        return "spans", speculator.timeline.drain()
+        return "spans", speculator.spans()
     if kind == "admit":
         speculator.admit(payload[0])
     else:
