@@ -344,7 +344,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     options = parser.parse_args(arguments)
     if options.quick:
-        options.batches, options.tokens = min(options.batches or 3, 3), min(options.tokens, 24)
+        options.batches, options.tokens = min(options.batches or 3, 3), min(options.tokens, 16)
     from saguaro_runtime.cli.doctor import faster_dtype
     from saguaro_runtime.demo.cli import load
     from saguaro_runtime.demo.model import load_pair

@@ -70,13 +70,13 @@ SYSTEM: dict[str, System] = {
         System(
             "equality",
             "every method's text against the target's own, in float32",
-            quick=("--prompts", "2", "--tokens", "12"),
+            quick=("--prompts", "2", "--tokens", "8"),
             full=(),
         ),
         System(
             "end_to_end",
             "tokens per second of every method on the demo's pair, in one interleaved run",
-            quick=("--quick",),
+            quick=("--quick", "--tokens", "12"),
             full=(),
             gate=_SAME_TEXTS,
         ),
