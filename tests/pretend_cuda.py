@@ -239,7 +239,7 @@ class Machine:
         finally:
             self.log, self.capturing = before, None
         for collected in (False, True):
-            given = Counter([_key(made)])
+            given = Counter({_key(made): 1 + (made._base is not None)})
             kept = [its for key, its in graph.fresh.items()
                     if holders(its) > graph.held[key] + given[key]]  # fmt: skip
             if not kept:

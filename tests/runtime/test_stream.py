@@ -81,7 +81,10 @@ def test_a_wait_that_is_left_out_is_found(
 ) -> None:
     """The control. The first waits are for the buffers, which the host has waited for before, for
     the chains, the outcome, and what the draft had predicted."""
-    with pretend_cuda.Machine(monkeypatch, devices=2) as machine, _engine(machine) as engine:
+    with (
+        pretend_cuda.Machine(monkeypatch, devices=2) as machine,
+        _engine(machine, cuda_graphs=False) as engine,
+    ):
         machine.dropped = {machine.event_waits + dropped + index for index in range(count)}
         _texts(engine, PROMPTS[:1], PLAIN[1:2])
     assert machine.races
@@ -136,8 +139,9 @@ def test_a_delay_shows_a_wait_that_is_left_out(drop: int, monkeypatch: pytest.Mo
 def test_every_way_on_after_a_miss(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is mixed across devices, nothing races and nothing waits on the rarer paths."""
-    options = {"policy": "fixed", "reproducible": False} | options
+    """Nothing is mixed across devices, nothing races and nothing waits on the rarer paths; without
+    graphs."""
+    options = {"policy": "fixed", "reproducible": False, "cuda_graphs": False} | options
     prompts, params = [[7, 8] * 6, [5]], [PLAIN[0], PLAIN[1]]
     with _engine(**({"lane": "inline"} | options)) as engine:
         expected = _texts(engine, prompts, params)
