@@ -83,7 +83,7 @@ TUNABLES: dict[str, Tunable] = {
             "block_v": (1024, 2048, 4096),
             "splits": (4, 8, 16, 32),
             "num_warps": (4, 8),
-            "select_warps": (4, 8),
+            "select_warps": (8, 16),
         },
     ),
     "tree_attention": Tunable(

@@ -24,13 +24,16 @@ _UNIFORM, _FAN_OUT, _BEST = 0, 1, 2
 
 @dataclass(frozen=True)
 class OutcomesConfig:
-    """Sizes of one launch: `width` candidates are kept of each of `splits` shares of a row."""
+    """Sizes of one launch: `width` candidates are kept of each of `splits` shares of a row.
+
+    With 8 warps the selecting program, which holds all candidates, spills on sm_80 and sm_90.
+    """
 
     width: int
     block_v: int
     splits: int
     num_warps: int = 4
-    select_warps: int = 8
+    select_warps: int = 16
 
 
 def outcomes_config(batch: int, rows: int, vocab: int, branches: int) -> OutcomesConfig:
@@ -141,6 +144,7 @@ def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], int]
     select |= {"fan_out_ptr": "*i32", "accept_ptr": "*fp32", "depth_ptr": "*i32"}
     select |= {"tokens_ptr": "*i64", "score_ptr": "*fp32"}
     select |= dict.fromkeys(("drafts", "splits", "branches", "fan_out_stride"), "i32")
+    config = OutcomesConfig(width=32, block_v=2048, splits=16)
     cases: list[tuple[str, Any, dict[str, str], dict[str, Any], int]] = []
     for ranking, mapped in (("probability", False), ("auto", False), ("auto", True)):
         flags: dict[str, Any] = {
@@ -152,12 +156,14 @@ def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], int]
         name = f"predict_outcomes_scan-{ranking}-bf16{'-ids' if mapped else ''}"
         types = scan | ({"column_ids_ptr": "*i64"} if mapped else {})
         flags |= {} if mapped else {"column_ids_ptr": None}
-        cases.append((name, _predict_outcomes_scan_kernel, types, flags | sizes, 4))
+        cases.append((name, _predict_outcomes_scan_kernel, types, flags | sizes, config.num_warps))
     for allocation, code in (("uniform", _UNIFORM), ("best", _BEST)):
         flags = {"ALLOCATION": code, "HAS_ACCEPT": code == _BEST}
         sizes = {"F": 32, "BLOCK_K": 8, "BLOCK_S": 16}
         name = f"predict_outcomes_select-{allocation}"
-        cases.append((name, _predict_outcomes_select_kernel, select, flags | sizes, 8))
+        cases.append(
+            (name, _predict_outcomes_select_kernel, select, flags | sizes, config.select_warps)
+        )
     fan_out = {"hist_ptr": "*fp32", "r_ptr": "*fp32", "r_value": "fp32", "out_ptr": "*i32"}
     fan_out |= {"lengths": "i32", "branches": "i32"}
     flags = {"R_IS_TENSOR": False, "BLOCK": 8}
