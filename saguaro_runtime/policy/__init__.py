@@ -2,8 +2,9 @@
 
     batch_size   fallback by batch alone: 1 retries at once, up to 32 retry together, more go on
     adaptive     fallback by the crossover b* of measured hit rates, tokens and times
-    auto         also k, branches and C, every few rounds, by Theorem 7 on measured numbers; where
-                 it predicts a loss, standard speculative decoding or none
+    auto         also k and branches, every few rounds, by Theorem 7 on measured numbers; where it
+                 predicts a loss, standard speculative decoding or none; and the ranking and C, by
+                 trials of both
 
 A policy looks at what was committed and at the clock, so it changes no law. With reproducible=True
 k and the fallback stay as they are, and with them the text of a seed.

@@ -67,7 +67,7 @@ def decide(config: EngineConfig, batch: int) -> Decision:
     return decision_of(config, configured(config, batch))
 
 
-def decision_of(config: EngineConfig, choice: Choice, downweight: float = 1.0) -> Decision:
+def decision_of(config: EngineConfig, choice: Choice) -> Decision:
     """The round that a choice means."""
     goes_on = choice.retry == 0 and choice.k > 0
     independent = config.fallback == Fallback.INDEPENDENT.value and not config.reproducible
@@ -78,6 +78,6 @@ def decision_of(config: EngineConfig, choice: Choice, downweight: float = 1.0) -
         proposal=config.proposal if goes_on else "none",
         sit_out=independent and choice.branches > 0,
         ranking=config.ranking,
-        downweight=min(downweight, config.downweight),
+        downweight=config.downweight,
         scale_f=max(1, config.branches // (config.k + 1)),
     )

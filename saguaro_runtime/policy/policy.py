@@ -12,6 +12,7 @@ from ..round import Decision
 from .estimates import Estimates
 from .fallback import Choice, configured, decision_of, retries
 from .search import MARGIN, Speeds, best_choice, cross, numbers_of
+from .trials import Trials
 
 _EVERY, _SOON, _SELDOM = 16, 4, 64
 """Rounds between two decisions, and before the first; before one that may be urgent; and where
@@ -28,8 +29,6 @@ _PROBE, _PROBE_MOST = 64, 1024
 """Rounds without drafting ahead after which it is tried again; doubled each time it loses."""
 _KEPT = 64
 """Changes that the report remembers."""
-_BLIND_DOWNWEIGHT = 0.5
-"""C where the ranking does not see the dice and requests are hot."""
 
 _UNDRAFTED = Choice("ar", 0, 0, 0)
 
@@ -40,6 +39,7 @@ class Policy:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.estimates, self.speeds = Estimates(config.proposal != "none"), Speeds()
+        self.trials = Trials(config)
         self.changes: list[dict[str, Any]] = []
         self._adapts = config.method == "ssd" and config.policy in ("adaptive", "auto")
         self._choice: Choice | None = None
@@ -74,7 +74,12 @@ class Policy:
             choice = _UNDRAFTED if self._lacks_plain(batch) else self._varied(choice)
         self._redrafts = choice.retry > 0
         self._undrafted = self._undrafted[1], choice.k == 0
-        return decision_of(self.config, choice, self._downweight(temperatures))
+        decision, changed = self.trials.decide(
+            decision_of(self.config, choice), temperatures, varied=self._round <= _EVERY
+        )
+        if changed:
+            self._note(changed, self.trials.numbers(self.estimates.pace))
+        return decision
 
     def observe(self, spans: Sequence[Span]) -> None:
         """Take the times of work that was done, once a round."""
@@ -96,6 +101,7 @@ class Policy:
             assert self._choice is not None
             tokens, seconds = self._tokens / self._batch, end - self._last_end
             self.speeds.add(self._batch, self._choice, tokens, seconds / self.estimates.pace)
+            self.trials.observe_round(tokens, seconds / self.estimates.pace)
         self._tokens, self._last_end = 0, end
 
     def observe_row(
@@ -105,6 +111,7 @@ class Policy:
         if self._adapts:
             self._tokens += accepted + 1
             self.estimates.observe_row(source, drafted, accepted, before, not self._redrafts)
+            self.trials.observe_row(source, was_drafted=before[2])
 
     def report(self) -> dict[str, Any]:
         """What is done now and why, the numbers behind it, and what changed before."""
@@ -112,18 +119,11 @@ class Policy:
         return {
             "name": self.config.policy,
             **choice._asdict(),
+            **self.trials.used(),
             "why": self._why,
-            "numbers": dict(self._numbers),
+            "numbers": self._numbers | _readable(self.trials.numbers(self.estimates.pace)),
             "changes": list(self.changes),
         }
-
-    def _downweight(self, temperatures: Sequence[float]) -> float:
-        """Saguaro's C: off where the ranking knows the dice, which is worth more."""
-        config = self.config
-        blind = config.ranking == "probability" and config.rule != "coupled"
-        hot = bool(temperatures) and min(temperatures) >= 0.8
-        fixed = config.reproducible or config.policy != "auto" or config.downweight < 1
-        return _BLIND_DOWNWEIGHT if blind and hot and not fixed else 1.0
 
     def _revise(self, batch: int) -> None:
         assert self._choice is not None
@@ -168,20 +168,29 @@ class Policy:
         return choice._replace(k=k, branches=branches if narrow else choice.branches, retry=retry)
 
     def _set(self, choice: Choice, why: str, numbers: dict[str, Any]) -> None:
-        numbers = {"round": self._round} | {name: _plain(its) for name, its in numbers.items()}
-        self._numbers = numbers
+        self._numbers = {"round": self._round} | _readable(numbers)
         if choice == self._choice:
             if self._round > self._learns_until:
                 self._every = min(2 * self._every, _SELDOM)
             return
         self._every = _EVERY
         self._choice, self._why, self._since = choice, why, 0
-        self.changes.append({**numbers, **choice._asdict(), "why": why})
+        self._note(why, numbers)
+
+    def _note(self, why: str, numbers: dict[str, Any]) -> None:
+        """Remember a change, and the numbers that led to it."""
+        assert self._choice is not None
+        did = self._choice._asdict() | self.trials.used()
+        self.changes.append({"round": self._round, **_readable(numbers), **did, "why": why})
         del self.changes[:-_KEPT]
 
 
-def _plain(value: Any) -> Any:
+def _readable(numbers: dict[str, Any]) -> dict[str, Any]:
     """Ready for JSON: a crossover at no batch is None."""
+    return {name: _plain(its) for name, its in numbers.items()}
+
+
+def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return round(value, 4) if math.isfinite(value) else None
     return value

@@ -7,11 +7,13 @@ import math
 from collections import Counter
 from random import Random
 
+import numpy as np
 import pytest
 import scripts
 import torch
 import virtual
 
+import oracles
 from saguaro_runtime import ConfigError, EngineConfig, SamplingParams
 from saguaro_runtime.expectations import Predictor
 from saguaro_runtime.metrics import Span
@@ -353,6 +355,156 @@ def test_downweight_is_chosen_where_the_ranking_is_blind() -> None:
     assert Policy(EngineConfig(policy="auto")).decide(1, [1.0]).downweight == 1
     with pytest.raises(ConfigError, match="downweight"):
         EngineConfig(downweight=0.5, rule="coupled")
+
+
+def _tried(
+    hit_rates: dict[str, float],
+    tokens: dict[float, float],
+    temperatures: tuple[float, ...] = (1.0,) * 4,
+    rounds: int = 3000,
+    **options: object,
+) -> tuple[Policy, list]:
+    """What "auto" does where hit rates are given by ranking and tokens per round by C.
+
+    A hit is of what the round before prepared, and C of the round before that drafted the chain
+    that it was prepared for. Every 300 rounds the text becomes much harder or easier. k and
+    branches stay, as nothing is said of the draft's times.
+    """
+    policy, dice, now = (
+        Policy(EngineConfig(policy="auto", k=4, branches=8, **options)),
+        Random(3),
+        0.0,
+    )
+    usual, batch = "noise" if max(temperatures) >= 0.5 else "probability", len(temperatures)
+    decisions: list = []
+    for number in range(rounds):
+        its = policy.decide(batch, temperatures)
+        decisions.append(its)
+        before, older = decisions[-2:][0], decisions[-3:][0]
+        easy, ranking = number // 300 % 2, before.ranking.replace("auto", usual)
+        for _ in temperatures:
+            hit = dice.random() < hit_rates[ranking] + 0.15 * easy
+            source = ("hit" if hit else "miss") if before.branches else "asked"
+            accepted = int(tokens[older.downweight] - 1 + easy + dice.random())
+            policy.observe_row(source, 4, accepted, (4, 8, True))
+        now += VERIFY_S
+        policy.observe([Span("target", "verify", now - VERIFY_S, now, batch * (its.draft_len + 1))])
+    return policy, decisions
+
+
+EITHER = {1.0: 2.5}
+
+
+@pytest.mark.parametrize(
+    ("temperature", "noise", "probability", "used", "changes"),
+    [
+        (1.0, 0.49, 0.41, "noise", 0),
+        (0.6, 0.45, 0.55, "probability", 1),
+        (0.6, 0.50, 0.50, "noise", 0),
+        (0.3, 0.50, 0.50, "probability", 0),
+        (0.3, 0.70, 0.60, "noise", 1),
+    ],
+)
+def test_auto_uses_the_ranking_that_is_seen_to_find_more(
+    temperature: float, noise: float, probability: float, used: str, changes: int
+) -> None:
+    """The rule by temperature, until the other ranking is seen to be better."""
+    rates = {"noise": noise, "probability": probability}
+    policy, decisions = _tried(rates, EITHER, (temperature,) * 4)
+    report = policy.report()
+    assert report["ranking"] == used
+    assert len(report["changes"]) == changes
+    for its in report["changes"]:
+        assert its["ranking"] == used and its["why"].startswith(f"ranking by {used}")
+        other = next(ranking for ranking in rates if ranking != used)
+        assert its[f"hit_rate_{used}"] > its[f"hit_rate_{other}"]
+    measured = [report["numbers"][f"hit_rate_{its}"] for its in ("noise", "probability")]
+    assert measured[0] - measured[1] == pytest.approx(noise - probability, abs=0.05)
+    # Both are tried in the first rounds, and later one of them in few.
+    assert [its.ranking for its in decisions[:16]].count("auto") in range(6, 14)
+    late = [its.ranking for its in decisions[1500:]]
+    assert min(late.count("auto"), len(late) - late.count("auto")) <= 0.04 * len(late)
+    # The same measurements, the same decisions.
+    assert _tried(rates, EITHER, (temperature,) * 4)[1] == decisions
+    # A batch with a greedy request tries nothing and uses what was settled on; T = 0 needs neither.
+    settled = "auto" if not changes else used
+    assert {policy.decide(2, [temperature, 0.0]).ranking for _ in range(300)} == {settled}
+    assert policy.decide(2, [0.0, 0.0]).ranking == "auto"
+
+
+@pytest.mark.parametrize(
+    ("temperature", "on", "used", "changes"),
+    [(1.0, 2.9, 0.5, 0), (1.0, 2.2, 1.0, 1), (0.6, 2.9, 0.5, 1), (0.6, 2.2, 1.0, 0)],
+)
+def test_auto_uses_c_where_it_is_seen_to_be_faster(
+    temperature: float, on: float, used: float, changes: int
+) -> None:
+    """Tokens per round with C and without, 2.5; verifications take the same time."""
+    rates = {"probability": 0.6}
+    tokens = {1.0: 2.5, 0.5: on}
+    policy, decisions = _tried(rates, tokens, (temperature,) * 4, ranking="probability")
+    report = policy.report()
+    assert report["downweight"] == used and report["ranking"] == "probability"
+    assert [its["downweight"] for its in report["changes"]] == [used] * changes
+    for factor, mean in tokens.items():
+        speed = report["numbers"][f"tokens_per_s_downweight_{factor:g}"]
+        assert speed == pytest.approx((mean + 0.5) / VERIFY_S, rel=0.1)
+    late = [its.downweight for its in decisions[2000:]]
+    assert late.count(used) >= 0.86 * len(late)
+    # Where nothing is measured of it, it stays as it was.
+    assert len({its.downweight for its in decisions[:16] if its.branches}) == 1
+
+
+def test_what_is_equal_does_not_flap() -> None:
+    for rates, tokens, options in (
+        ({"noise": 0.5, "probability": 0.5}, EITHER, {}),
+        ({"probability": 0.5}, {1.0: 2.5, 0.5: 2.5}, {"ranking": "probability"}),
+    ):
+        policy, _ = _tried(rates, tokens, rounds=12000, **options)
+        assert len(policy.report()["changes"]) <= 1
+
+
+@pytest.mark.parametrize(
+    ("temperatures", "options"),
+    [
+        ((0.0, 0.0), {}),
+        ((0.0, 1.0), {}),
+        ((1.0, 1.0), {"reproducible": True}),
+        ((1.0, 1.0), {"rule": "coupled"}),
+        ((1.0, 1.0), {"fallback": "independent"}),
+        ((1.0, 1.0), {"ranking": "noise"}),
+        ((1.0, 1.0), {"ranking": "probability", "reproducible": True}),
+    ],
+)
+def test_ranking_and_c_stay_where_they_are_given_or_change_nothing(
+    temperatures: tuple[float, ...], options: dict
+) -> None:
+    rates = {"noise": 0.3, "probability": 0.7}
+    policy, decisions = _tried(rates, EITHER, temperatures, rounds=200, **options)
+    ranking = options.get("ranking", "auto")
+    assert {(its.ranking, its.downweight) for its in decisions} == {(ranking, 1.0)}
+    assert not policy.report()["changes"]
+
+
+def test_the_law_stays_while_ranking_and_c_are_tried() -> None:
+    case = oracles.load_golden()["markov2-V4-K2"]
+    p, q = (scripts.law_of_two(case[law], case["V"]) for law in "pq")
+    for ranking in ("auto", "probability"):
+        options = {"policy": "auto", "ranking": ranking, "reproducible": False, "rule": "block"}
+        options |= {"k": case["K"], "branches": 2, "max_batch": 32, "max_tokens": 32 * 128}
+        target, draft = scripts.model(p, 32), scripts.model(q, 32)
+        with scripts.engine(target, draft, **options) as engine:
+            used, decide = Counter(), engine.scheduler.policy.decide
+
+            def counted(*args, used=used, decide=decide):
+                used[(its := decide(*args)).ranking, its.downweight] += 1
+                return its
+
+            engine.scheduler.policy.decide = counted
+            tokens = scripts.texts(engine, case["start"], 1000, case["L"])
+            report = engine.stats()["policy"]
+        assert report["method"] == "ssd" and len(used) == 2 and min(used.values()) >= 8, used
+        assert oracles.follows(scripts.joint(tokens, case["V"]), np.array(case["target_joint"]))
 
 
 def test_memory_limit_takes_branches_and_says_so() -> None:
