@@ -114,7 +114,7 @@ def _tool(name: str) -> str:
     return str(Path(next(iter(nvidia.__path__)), "bin", name))
 
 
-def _read_cubin(asm: dict[str, Any]) -> dict[str, int]:
+def _read_cubin(asm: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "kernel.cubin")
         cubin.write_bytes(asm["cubin"])
@@ -141,7 +141,7 @@ def _widest_load(sass: str) -> int:
     return widest
 
 
-def _read_amdgcn(asm: dict[str, Any]) -> dict[str, int]:
+def _read_amdgcn(asm: dict[str, Any]) -> dict[str, Any]:
     text = asm["amdgcn"]
 
     def metadata(key: str) -> int:

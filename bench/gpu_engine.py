@@ -33,7 +33,8 @@ def pair(dtype: torch.dtype, devices: tuple[str, str], *, hidden: int, layers: i
         eos_token_id=None, bos_token_id=None,
     )  # fmt: skip
     with torch.device(devices[0]):
-        target = transformers.LlamaForCausalLM(config).to(dtype).eval()
+        target: Any = transformers.LlamaForCausalLM(config)
+        target = target.to(dtype).eval()
     target.lm_head.weight.data.mul_(8.0)
     target.generation_config.eos_token_id = None
     keep = max(1, layers // 8)
@@ -178,7 +179,8 @@ def flash_agrees(device: str) -> tuple[str, bool]:
         query = draw(PROMPTS, width, 16, 128)
         depth = torch.arange(width, dtype=torch.int32, device=device).repeat(PROMPTS, 1)
         lengths: Any = {"trunk_len": trunk, "depth": depth, "draft_len": 0, "step": -1}
-        for options in ({"window": 100, "softcap": 3.0}, {}):
+        capped: dict[str, Any] = {"window": 100, "softcap": 3.0}
+        for options in (capped, {}):
             pages = (query, keys, values, table)
             tree = functools.partial(ours, *pages, **lengths, **options)
             theirs = functools.partial(flash.attend, *pages, trunk + width, **options)

@@ -226,13 +226,13 @@ def tune(
 
 def table_of(rows: Sequence[Row], device: str) -> str:
     """The rows as text, and below them what was left out."""
-    headers = ("case", "shape", "dtype", "device", "in use")
+    headers: tuple[str, ...] = ("case", "shape", "dtype", "device", "in use")
     timed = any(row.fastest for row in rows)
     if timed:
         headers += ("us", "fastest", "us ", "in use / fastest")
     lines = []
     for row in rows:
-        line = (row.case, row.shape, row.dtype, device, row.in_use)
+        line: tuple[Any, ...] = (row.case, row.shape, row.dtype, device, row.in_use)
         if timed:
             gain = row.in_use_us / row.fastest_us if row.fastest_us and row.in_use_us else None
             fastest = "as in use" if row.fastest == row.in_use else row.fastest

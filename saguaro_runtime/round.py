@@ -202,6 +202,8 @@ class ChainStore:
 
     vocab_map: torch.Tensor | None = None
     tokens: torch.Tensor
+    cutoff: torch.Tensor
+    cutoff_id: torch.Tensor
 
     SCALARS = ("logq", "lse", "cutoff", "scale_logit")
     IDS = ("tokens", "cutoff_id", "scale_id")
