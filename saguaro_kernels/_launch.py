@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 import triton
 
@@ -15,6 +16,8 @@ Impl = Literal["auto", "triton", "reference"]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """True when TRITON_INTERPRET=1 was set before the import: Triton kernels then take CPU tensors."""
+LARGE = 1e30
+"""Numbers beyond it act as it does, or are refused: their inverses are still float32."""
 
 
 def resolve_impl(impl: str, device: torch.device) -> Literal["triton", "reference"]:
@@ -47,6 +50,8 @@ def check_out(
 ) -> None:
     """Raise unless `tensor` is what an op would have made to write to: contiguous as well."""
     check_tensor(name, tensor, shape, dtype, device)
+    if tensor.requires_grad:
+        raise ConfigError(f"{name}: got a tensor that requires grad, want one to write; detach it")
     if not tensor.is_contiguous():
         raise ShapeError(f"{name}: got strides {list(tensor.stride())}, want a contiguous tensor")
 
@@ -60,6 +65,29 @@ def check_workspace(
         raise ShapeError(f"workspace: got {tensor.numel()} elements, want at least {size}")
 
 
+def check_int(name: str, value: int, low: int, high: int = 2**31 - 1) -> None:
+    """Raise unless `value` is an integer in low..high: a kernel would take the rest of its bits."""
+    if not isinstance(value, (int, np.integer, torch.SymInt)):
+        raise DTypeError(f"{name}: got {value!r}, want an integer")
+    if not low <= value <= high:
+        raise ConfigError(f"{name}: got {value}, want {low}..{high}")
+
+
+def check_number(name: str, value: float, low: float, high: float = LARGE) -> None:
+    """Raise unless `value` is a number in low..high; NaN is in no range."""
+    if not isinstance(value, (int, float, np.number, torch.SymInt, torch.SymFloat)):
+        raise DTypeError(f"{name}: got {value!r}, want a number")
+    if not low <= value <= high:
+        raise ConfigError(f"{name}: got {value}, want {low:g}..{high:g}")
+
+
+def check_sizes(name: str, tensor: torch.Tensor, **sizes: int) -> None:
+    """Raise if one of the named sizes of `tensor` is 0."""
+    for size, value in sizes.items():
+        if value < 1:
+            raise ShapeError(f"{name}: got shape {list(tensor.shape)}, want {size} >= 1")
+
+
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Make `device` current: Triton launches on the current device, not the tensors'."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
@@ -71,7 +99,7 @@ def _differ(wanted: int | None, got: int) -> bool:
 
 def check_tensor(
     name: str,
-    tensor: torch.Tensor,
+    tensor: torch.Tensor | None,
     shape: Sequence[int | None],
     dtypes: torch.dtype | Sequence[torch.dtype],
     device: torch.device | None = None,

@@ -6,6 +6,9 @@ vocabulary's size is written.
 
 The random numbers are a function of (seed, offset, request): raise `offset` with every call, or
 pass neither and let torch's generator of the device give a seed, which CUDA graphs replay rightly.
+Both are integers of 64 bits, signed or not: -2^63 .. 2^64 - 1.
+
+An id outside the vocabulary is a draft that is refused. Ids of a bonus token are emitted as given.
 
 Sources: the documented interfaces of flashinfer.sampling.chain_speculative_sampling and of vLLM's
 rejection sampler; the rule, arXiv 2211.17192 and 2302.01318.
@@ -15,9 +18,9 @@ from __future__ import annotations
 
 import torch
 
-from ._launch import FLOATS, Impl, check_tensor
+from ._launch import FLOATS, Impl, check_int, check_sizes, check_tensor
 from .distribution import PAD, Sampling
-from .errors import ConfigError, ShapeError
+from .errors import ShapeError
 from .rng import Keys
 from .verification.contract import Draft, Inputs
 from .verification.op import run
@@ -26,6 +29,7 @@ _GOLDEN = -7046029254386353131
 """2^64 / golden ratio, odd: spreads the requests over the seeds."""
 
 
+@torch.no_grad()
 def chain_speculative_sampling(
     draft_probs: torch.Tensor,
     draft_token_ids: torch.Tensor,
@@ -54,7 +58,7 @@ def chain_speculative_sampling(
     Returns:
         (output_token_ids [B, K+1] int32: accepted, extra, -1...; accepted and emitted [B] int32).
     Raises:
-        ShapeError, DTypeError, DeviceError: a tensor does not fit.
+        ShapeError, DTypeError, DeviceError: a tensor does not fit. ConfigError: a number does not.
     Cost:
         2 launches of `verify`, one sum over the draft rows and a few ops on [B, K]; 0 host syncs.
     Source:
@@ -66,6 +70,7 @@ def chain_speculative_sampling(
     )
     num_requests, num_steps = draft_token_ids.shape
     check_tensor("draft_probs", draft_probs, (num_requests, num_steps, None), FLOATS, device)
+    check_sizes("draft_probs", draft_probs, V=draft_probs.shape[-1])
     shape = (num_requests, num_steps + 1, draft_probs.shape[-1])
     check_tensor("target_probs", target_probs, shape, FLOATS, device, contiguous_last=True)
     tokens = draft_token_ids.to(torch.int64)
@@ -77,7 +82,9 @@ def chain_speculative_sampling(
     per_request = (num_requests,)
     check_tensor("maybe_output_accepted_token_num", accepted, per_request, torch.int32, device)
     check_tensor("maybe_output_emitted_draft_token_num", emitted, per_request, torch.int32, device)
+    keys = _keys(num_requests, device, generator, seed, offset)
     passing = torch.empty_like(num_draft)
+    ones = torch.ones(num_requests, dtype=torch.float32, device=device)
     mass = draft_probs.sum(-1, dtype=torch.float32)
     verdict = run(
         target_probs,
@@ -86,10 +93,10 @@ def chain_speculative_sampling(
             num_draft,
             draft_probs,
             logq=_log_of_token(draft_probs, tokens) - mass.log(),
-            sampling=Sampling(torch.ones(num_requests, device=device)),
+            sampling=Sampling(ones),
         ),
-        Sampling(torch.ones(num_requests, device=device)),
-        _keys(num_requests, device, generator, seed, offset),
+        Sampling(ones),
+        keys,
         rule="token",
         inputs=Inputs(target_probs=True, draft_probs=True, num_passing=passing),
         impl=impl,
@@ -99,6 +106,7 @@ def chain_speculative_sampling(
     return verdict.tokens.to(torch.int32), accepted, emitted
 
 
+@torch.no_grad()
 def rejection_sample(
     draft_token_ids: torch.Tensor,
     num_draft_tokens: list[int],
@@ -119,7 +127,7 @@ def rejection_sample(
 
     Args:
         draft_token_ids: [N] int32 | int64, the drafts of all requests one after the other.
-        num_draft_tokens: their numbers per request, on the host; only the length is used.
+        num_draft_tokens: their numbers per request, on the host; only their count is used.
         max_spec_len: the largest of them that the output has room for.
         cu_num_draft_tokens: [B] int32 | int64, running sum of the numbers, the own one included.
         draft_probs: [N, V] probabilities, or None for deterministic drafts (n-gram).
@@ -131,7 +139,7 @@ def rejection_sample(
     Returns:
         [B, max_spec_len + 1] int32: accepted, then the recovered or the bonus token, then -1.
     Raises:
-        ShapeError, DTypeError, DeviceError: a tensor does not fit.
+        ShapeError, DTypeError, DeviceError: a tensor does not fit. ConfigError: a number does not.
     Cost:
         2 launches of `verify`, one sum over the draft rows and a few ops on [B, K]; 0 host syncs.
     Source:
@@ -143,29 +151,34 @@ def rejection_sample(
     check_tensor("cu_num_draft_tokens", cu_num_draft_tokens, (num_requests,), ids, device)
     num_rows = draft_token_ids.shape[0]
     check_tensor("target_logits", target_logits, (num_rows, None), FLOATS, device)
-    if bonus_token_ids.numel() != num_requests:
+    check_sizes("target_logits", target_logits, V=target_logits.shape[1])
+    bonus_shape = (num_requests, 1)[: max(1, bonus_token_ids.dim())]
+    check_tensor("bonus_token_ids", bonus_token_ids, bonus_shape, ids, device)
+    if temperature is not None:
+        check_tensor("temperature", temperature, (num_requests,), FLOATS, device)
+    for number in num_draft_tokens:
+        check_int("num_draft_tokens", number, 0)
+    check_int("max_spec_len", max_spec_len, max(num_draft_tokens, default=0))
+    if sum(num_draft_tokens) > num_rows:
         raise ShapeError(
-            f"bonus_token_ids: got shape {list(bonus_token_ids.shape)}, want [{num_requests}, 1]"
+            f"draft_token_ids: got {num_rows}, want {sum(num_draft_tokens)}, the sum of "
+            "num_draft_tokens"
         )
-    if num_draft_tokens and max(num_draft_tokens) > max_spec_len:
-        raise ConfigError(
-            f"max_spec_len: got {max_spec_len}, want at least {max(num_draft_tokens)}, "
-            "the largest of num_draft_tokens"
-        )
+    keys = _keys(num_requests, device, generator, seed, offset)
     end = cu_num_draft_tokens.to(torch.int64)
     start = torch.nn.functional.pad(end, (1, 0))[:-1]
     step = torch.arange(max_spec_len + 1, device=device)
-    row_index = (start[:, None] + step).clamp(max=max(num_rows - 1, 0))
+    row_index = (start[:, None] + step).clamp(0, max(num_rows - 1, 0))
     inside = (start[:, None] + step < end[:, None])[:, :max_spec_len]
     if num_rows == 0:
         # No row to point at, and none is read.
         target_logits = target_logits.new_zeros((1, target_logits.shape[1]))
-        tokens = torch.full((num_requests, max_spec_len), PAD, device=device)
+        tokens = torch.full((num_requests, max_spec_len), PAD, dtype=torch.int64, device=device)
         draft_probs = None
     else:
         tokens = draft_token_ids.to(torch.int64)[row_index[:, :max_spec_len]]
         tokens = tokens.masked_fill(~inside, PAD)
-    ones = torch.ones(num_requests, device=device)
+    ones = torch.ones(num_requests, dtype=torch.float32, device=device)
     logq = None
     if draft_probs is not None:
         check_tensor("draft_probs", draft_probs, (num_rows, None), FLOATS, device)
@@ -176,14 +189,14 @@ def rejection_sample(
         target_logits,
         Draft(
             tokens,
-            (end - start).to(torch.int32),
+            (end - start).clamp(0, max_spec_len).to(torch.int32),
             draft_probs,
             logq=logq,
             sampling=Sampling(ones),
             row_index=None if draft_probs is None else row_index[:, :max_spec_len],
         ),
         Sampling(ones if temperature is None else (temperature > 0).to(torch.float32)),
-        _keys(num_requests, device, generator, seed, offset),
+        keys,
         rule="token",
         row_index=row_index,
         inputs=Inputs(
@@ -212,12 +225,23 @@ def _keys(
 ) -> Keys:
     """Keys of one call: a seed per request from the call's, base = offset."""
     if seed is None:
-        seed = torch.randint(2**62, (1,), generator=generator, device=device)
-    if not isinstance(seed, torch.Tensor):
-        seed = torch.full((1,), seed, dtype=torch.int64, device=device)
-    if not isinstance(offset, torch.Tensor):
-        offset = torch.full((1,), offset or 0, dtype=torch.int64, device=device)
+        seed = torch.randint(2**62, (1,), generator=generator, dtype=torch.int64, device=device)
+    seed = _word("seed", seed, num_requests, device)
+    offset = _word("offset", 0 if offset is None else offset, num_requests, device)
     request = torch.arange(num_requests, device=device) * _GOLDEN
     # A base has 32 bits; what an offset has beyond them goes to the seed.
-    seed = seed.to(torch.int64) ^ (offset.to(torch.int64) >> 32)
-    return Keys(seed + request, offset.to(torch.int64).expand(num_requests) & 0xFFFFFFFF)
+    return Keys((seed ^ (offset >> 32)) + request, offset.expand(num_requests) & 0xFFFFFFFF)
+
+
+def _word(
+    name: str, value: int | torch.Tensor, num_requests: int, device: torch.device
+) -> torch.Tensor:
+    """[1] or [B] int64 of the same 64 bits."""
+    if isinstance(value, torch.Tensor):
+        value = value.reshape(1) if value.numel() == 1 else value
+        size = 1 if value.shape == (1,) else num_requests
+        check_tensor(name, value, (size,), (torch.int64, torch.int32, torch.uint64), device)
+        return value.to(torch.int64)
+    check_int(name, value, -(2**63), 2**64 - 1)
+    signed = (int(value) + 2**63) % 2**64 - 2**63
+    return torch.full((1,), signed, dtype=torch.int64, device=device)

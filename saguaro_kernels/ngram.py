@@ -20,9 +20,8 @@ import triton
 import triton.language as tl
 
 from ._call import call
-from ._launch import Impl, check_tensor, on_device, resolve_impl
+from ._launch import Impl, check_int, check_tensor, on_device, resolve_impl
 from .distribution import PAD
-from .errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,7 @@ def ngram_config() -> NgramConfig:
     return NgramConfig(block=1024, num_warps=4)
 
 
+@torch.no_grad()
 def ngram_propose_reference(
     history: torch.Tensor,
     length: torch.Tensor,
@@ -51,7 +51,7 @@ def ngram_propose_reference(
     if not width:
         return history.new_full((batch, num_tokens), PAD), length.new_zeros(batch).int()
     end = torch.arange(width, device=history.device)[None, :]
-    last = length.long()[:, None] - 1
+    last = length.long().clamp(0, width)[:, None] - 1
     alive = (end < last).expand(batch, width)
     match = torch.zeros_like(history)
     for t in range(max_n):
@@ -69,13 +69,14 @@ def ngram_propose_reference(
     return torch.where(found, tokens, PAD), count
 
 
-@triton.jit(do_not_specialize=["history_stride", "num_tokens", "max_n", "min_n"])
+@triton.jit(do_not_specialize=["history_stride", "width", "num_tokens", "max_n", "min_n"])
 def _ngram_propose_kernel(
     history_ptr,  # [B, N] int64
     length_ptr,  # [B]
     tokens_ptr,  # [B, K] int64, out
     count_ptr,  # [B] int32, out
     history_stride,
+    width,  # N
     num_tokens,  # K
     max_n,
     min_n,
@@ -85,7 +86,8 @@ def _ngram_propose_kernel(
     """Grid (B,): one request. Writes its tokens and their number."""
     request = tl.program_id(0).to(tl.int64)
     history_ptr += request * history_stride
-    last = tl.load(length_ptr + request).to(tl.int64) - 1
+    length = tl.load(length_ptr + request).to(tl.int64)
+    last = tl.minimum(tl.maximum(length, 0), width) - 1
     best = tl.full([BLOCK], -1, tl.int64)
     for start in range(0, last, BLOCK):
         end = start + tl.arange(0, BLOCK)
@@ -129,6 +131,7 @@ def _ngram_propose(
                 tokens,
                 count,
                 history_stride=history.stride(0),
+                width=history.shape[1],
                 num_tokens=num_tokens,
                 max_n=max_n,
                 min_n=min_n,
@@ -151,7 +154,7 @@ def ngram_propose(
 
     Args:
         history: [B, N] int64, last dimension contiguous.
-        length: [B] int32 | int64, 0..N: tokens of each row in use.
+        length: [B] int32 | int64, tokens of each row in use, clamped to 0..N.
         num_tokens: K.
         max_n, min_n: longest match that counts, and the shortest that is worth a proposal.
     Returns:
@@ -161,11 +164,9 @@ def ngram_propose(
     Cost:
         history read about once; 1 launch; 0 host syncs.
     """
-    if num_tokens < 0 or not 1 <= min_n <= max_n:
-        raise ConfigError(
-            f"got num_tokens={num_tokens}, min_n={min_n}, max_n={max_n}; "
-            "want num_tokens >= 0 and 1 <= min_n <= max_n"
-        )
+    check_int("num_tokens", num_tokens, 0)
+    check_int("max_n", max_n, 1)
+    check_int("min_n", min_n, 1, max_n)
     check_tensor("history", history, (None, None), torch.int64, contiguous_last=True)
     batch, device = history.shape[0], history.device
     check_tensor("length", length, (batch,), (torch.int32, torch.int64), device)
@@ -188,7 +189,7 @@ def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], int]
     """(name, kernel, signature, constexprs, num_warps)."""
     signature = {"history_ptr": "*i64", "length_ptr": "*i32", "tokens_ptr": "*i64"}
     signature |= {"count_ptr": "*i32"}
-    signature |= dict.fromkeys(("history_stride", "num_tokens", "max_n", "min_n"), "i32")
+    signature |= dict.fromkeys(("history_stride", "width", "num_tokens", "max_n", "min_n"), "i32")
     config = ngram_config()
     constexprs = {"BLOCK": config.block, "BLOCK_K": 8}
     case = ("ngram_propose-K5", _ngram_propose_kernel, signature, constexprs, config.num_warps)

@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 
 from ._call import call
-from ._launch import Impl, check_tensor, on_device, resolve_impl
-from .errors import ConfigError, ShapeError
+from ._launch import Impl, check_int, check_sizes, check_tensor, on_device, resolve_impl
+from .errors import ShapeError
 
 _LENGTHS = (torch.int32, torch.int64)
 
@@ -46,6 +46,12 @@ def promotion_config(positions: int, inner: int) -> PromotionConfig:
     return PromotionConfig(block_e, num_warps=4)
 
 
+def _hits(depth: torch.Tensor, branch: torch.Tensor, draft_len: int, branches: int) -> torch.Tensor:
+    """Which requests hit a branch that there is, drafted for a depth that there is."""
+    return (branch >= 0) & (branch < branches) & (depth >= 0) & (depth <= draft_len)
+
+
+@torch.no_grad()
 def promote_branch_reference(
     kv_pages: torch.Tensor,
     page_table: torch.Tensor,
@@ -58,7 +64,7 @@ def promote_branch_reference(
 ) -> None:
     """See `promote_branch`."""
     page_size = kv_pages.shape[-3]
-    hit = (branch >= 0).nonzero()[:, 0]
+    hit = _hits(depth, branch, draft_len, branches).nonzero()[:, 0]
     step = torch.arange(draft_len + 1, device=kv_pages.device)
     trunk, table = trunk_len[hit].long()[:, None], page_table[hit].long()
     source = trunk + draft_len + 1 + step * branches + branch[hit].long()[:, None]
@@ -99,12 +105,13 @@ def _promote_branch_kernel(
     request = tl.program_id(1).to(tl.int64)
     plane = (tl.program_id(0) // chunks).to(tl.int64)
     branch = tl.load(branch_ptr + request).to(tl.int64)
-    if branch >= 0:
+    depth = tl.load(depth_ptr + request)
+    if (branch >= 0) & (branch < branches) & (depth >= 0) & (depth <= draft_len):
         trunk = tl.load(trunk_ptr + request).to(tl.int64)
         step = tl.arange(0, BLOCK_S)
         element = tl.program_id(0) % chunks * BLOCK_E + tl.arange(0, BLOCK_E)
         source = trunk + draft_len + 1 + step * branches + branch
-        target = trunk + tl.load(depth_ptr + request) + 1 + step
+        target = trunk + depth + 1 + step
         kv_ptr += plane * plane_stride * UNIT
         table_ptr += request * table_stride_b
         moves = step <= draft_len
@@ -178,7 +185,8 @@ def promote_branch(
         page_table: [B, pages] int32.
         trunk_len: [B] int32 | int64, of the round that drafted the branch.
         depth: [B] int32 | int64, 0..draft_len: accepted drafts.
-        branch: [B] int32 | int64, 0..branches - 1; negative: no hit, nothing of this request moves.
+        branch: [B] int32 | int64, 0..branches - 1. A branch or a depth outside its range, as -1, is
+            no hit: nothing of this request moves.
         draft_len, branches: K and M of the layout of `tree_layout`.
     Raises:
         ShapeError, DTypeError, DeviceError, ConfigError. Values are not checked.
@@ -190,6 +198,8 @@ def promote_branch(
     """
     if kv_pages.dim() < 4:
         raise ShapeError(f"kv_pages: got shape {list(kv_pages.shape)}, want [..., P, page, Hkv, D]")
+    count, page_size, heads, head_dim = kv_pages.shape[-4:]
+    check_sizes("kv_pages", kv_pages, P=count, page=page_size, Hkv=heads, D=head_dim)
     device = kv_pages.device
     check_tensor("page_table", page_table, (None, None), torch.int32, device, contiguous_last=True)
     _check_lengths(page_table, trunk_len, depth, branch, draft_len, branches)
@@ -222,11 +232,12 @@ def _promote_pages_kernel(
     """Grid (B,): the table of one request. Reads all entries it changes before it writes any."""
     request = tl.program_id(0).to(tl.int64)
     branch = tl.load(branch_ptr + request).to(tl.int64)
-    if branch >= 0:
+    depth = tl.load(depth_ptr + request)
+    if (branch >= 0) & (branch < branches) & (depth >= 0) & (depth <= draft_len):
         trunk = tl.load(trunk_ptr + request).to(tl.int64)
         step = tl.arange(0, BLOCK_S)
         moves = step <= draft_len
-        target = trunk + tl.load(depth_ptr + request) + 1
+        target = trunk + depth + 1
         source = trunk + draft_len + 1 + branch
         table_ptr += request * table_stride_b
         kept = tl.load(table_ptr + source + step * branches, mask=moves, other=0)
@@ -246,6 +257,7 @@ def _promote_pages_kernel(
         tl.store(table_ptr + source + step * branches, given, mask=needs)
 
 
+@torch.no_grad()
 def promote_pages_reference(
     page_table: torch.Tensor,
     *,
@@ -256,11 +268,9 @@ def promote_pages_reference(
     branches: int,
 ) -> None:
     """See `promote_pages`."""
-    for row, (trunk, k, i) in enumerate(
-        zip(trunk_len.tolist(), depth.tolist(), branch.tolist(), strict=True)
-    ):
-        if i < 0:
-            continue
+    hits = _hits(depth, branch, draft_len, branches).nonzero()[:, 0].tolist()
+    for row in hits:
+        trunk, k, i = int(trunk_len[row]), int(depth[row]), int(branch[row])
         steps = range(draft_len + 1)
         source = [trunk + draft_len + 1 + s * branches + i for s in steps]
         target = [trunk + k + 1 + s for s in steps]
@@ -302,11 +312,11 @@ def promote_pages(
 
 
 def _check_lengths(page_table, trunk_len, depth, branch, draft_len, branches) -> None:
-    if draft_len < 0 or branches < 1:
-        raise ConfigError(
-            f"got draft_len={draft_len}, branches={branches}, want draft_len >= 0, branches >= 1"
-        )
+    check_int("draft_len", draft_len, 0)
+    check_int("branches", branches, 1)
     batch = page_table.shape[:1]
+    if batch[0]:
+        check_sizes("page_table", page_table, pages=page_table.shape[1])
     for name, value in (("trunk_len", trunk_len), ("depth", depth), ("branch", branch)):
         check_tensor(name, value, batch, _LENGTHS, page_table.device)
 

@@ -18,18 +18,19 @@ import triton
 import triton.language as tl
 
 from ._call import call
-from ._launch import FLOATS, Impl, check_tensor, on_device, resolve_impl
+from ._launch import FLOATS, LARGE, Impl, check_sizes, check_tensor, on_device, resolve_impl
 from .distribution import Sampling, Status, clean_reference, log_prob_reference, row_stats_reference
 from .distribution.launch import _units, row_cutoff_launch
-from .distribution.rows import _NEG_INF, _at, _finite_or_zero, _reciprocal, _row_start
-from .errors import ShapeError
+from .distribution.reference import bounded_reference
+from .distribution.rows import _NEG_INF, _at, _bounded, _finite_or_zero, _reciprocal, _row_start
 from .verification.contract import MASS_FLOOR
 from .verification.launch import VerifyConfig
-from .verification.rows import _load_pair, _log_sum, _scan_split
+from .verification.rows import _load_pair, _load_temperature, _log_sum, _scan_split
 
 _NAN = tl.constexpr(int(Status.NAN))
 _EMPTY = tl.constexpr(int(Status.EMPTY))
 _MASS_FLOOR = tl.constexpr(MASS_FLOOR)
+_LARGE = tl.constexpr(LARGE)
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Residual:
     status: torch.Tensor
 
 
+@torch.no_grad()
 def residual_reference(
     target_logits: torch.Tensor,
     draft_logits: torch.Tensor,
@@ -54,7 +56,7 @@ def residual_reference(
     q, draft_status = _probabilities(draft_logits, draft_sampling)
     width = p.shape[1]
     q = torch.nn.functional.pad(q[:, :width], (0, max(0, width - q.shape[1])))
-    excess = p if scale is None else p * scale.to(p.dtype)[:, None]
+    excess = p if scale is None else p * bounded_reference(scale, LARGE).to(p.dtype)[:, None]
     excess = (excess - q).clamp(min=0)
     mass = excess.sum(1)
     probs = torch.where((mass > MASS_FLOOR)[:, None], excess / mass[:, None], p)
@@ -105,12 +107,12 @@ def _residual_stats_kernel(
     if side == 0:
         max_, total, arg = _scan_side(
             _row_start(target_ptr, r, stride, ALIGNED), cutoff_ptr, cutoff_id_ptr,
-            tl.load(temperature_ptr + r), r, split, tiles, vocab, BLOCK_V,
+            _load_temperature(temperature_ptr + r), r, split, tiles, vocab, BLOCK_V,
         )  # fmt: skip
     else:
         max_, total, arg = _scan_side(
             _row_start(draft_ptr, r, draft_stride, ALIGNED), draft_cutoff_ptr, draft_cutoff_id_ptr,
-            tl.load(draft_temperature_ptr + r), r, split, tiles, draft_vocab, BLOCK_V,
+            _load_temperature(draft_temperature_ptr + r), r, split, tiles, draft_vocab, BLOCK_V,
         )  # fmt: skip
     part = part_ptr + (r * 2 + side) * 2 * num_splits + split
     tl.store(part, max_)
@@ -188,14 +190,14 @@ def _residual_kernel(
     """Grid (S, R): a program owns `tiles` tiles. Writes its mass, or its part of probs."""
     split, r = tl.program_id(0), tl.program_id(1).to(tl.int64)
     temperature, max_, log_sum, cutoff, cutoff_id, status = _merge_side(
-        part_ptr, part_arg_ptr, cutoff_ptr, cutoff_id_ptr, tl.load(temperature_ptr + r), r, 0,
-        num_splits, BLOCK_S,
+        part_ptr, part_arg_ptr, cutoff_ptr, cutoff_id_ptr, _load_temperature(temperature_ptr + r),
+        r, 0, num_splits, BLOCK_S,
     )  # fmt: skip
     row_ptr = _row_start(target_ptr, r, stride, ALIGNED)
     p = (row_ptr, r * 0, temperature, max_, log_sum, cutoff, cutoff_id)
     temperature, max_, log_sum, cutoff, cutoff_id, draft_status = _merge_side(
         part_ptr, part_arg_ptr, draft_cutoff_ptr, draft_cutoff_id_ptr,
-        tl.load(draft_temperature_ptr + r), r, 1, num_splits, BLOCK_S,
+        _load_temperature(draft_temperature_ptr + r), r, 1, num_splits, BLOCK_S,
     )  # fmt: skip
     row_ptr = _row_start(draft_ptr, r, draft_stride, ALIGNED)
     # An empty row is one-hot on id 0, the token that q's tuple names.
@@ -204,7 +206,7 @@ def _residual_kernel(
     )  # fmt: skip
     scale = 1.0
     if scale_ptr is not None:
-        scale = tl.load(scale_ptr + r)
+        scale = _bounded(tl.load(scale_ptr + r), _LARGE)
     total = 0.0
     if probs_ptr is not None:
         column = tl.arange(0, BLOCK_S)
@@ -314,7 +316,7 @@ def residual(
         target_logits: [R, V] float16 | bfloat16 | float32, rows contiguous. Unnormalised.
         draft_logits: [R, V_draft], likewise; ids at and beyond V_draft have q = 0.
         target_sampling, draft_sampling: temperature [R] float32, 0 is greedy, and filters [R].
-        scale: [R] float32, a of the block rule. Default: ones.
+        scale: [R] float32, a of the block rule; negative or NaN: 0. Default: ones.
     Returns:
         Residual: probs [R, V] float32, rows sum to 1; where the mass is below 2^-18, that is where
         p equals q to rounding, p. mass [R] float32. status [R] int32: a row with NaN or +inf counts
@@ -330,8 +332,8 @@ def residual(
     check_tensor("target_logits", target_logits, (None, None), FLOATS, contiguous_last=True)
     rows, vocab = target_logits.shape
     check_tensor("draft_logits", draft_logits, (rows, None), FLOATS, device, contiguous_last=True)
-    if vocab == 0 or draft_logits.shape[1] == 0:
-        raise ShapeError("target_logits, draft_logits: got an empty vocabulary, want V > 0")
+    check_sizes("target_logits", target_logits, V=vocab)
+    check_sizes("draft_logits", draft_logits, V=draft_logits.shape[1])
     for name, sampling in (("target", target_sampling), ("draft", draft_sampling)):
         for field, value in vars(sampling).items():
             if value is not None or field == "temperature":

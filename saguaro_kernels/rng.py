@@ -21,6 +21,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ._launch import check_int
+from .errors import ConfigError
+
 _WORD, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 _MULTIPLIER0, _MULTIPLIER1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _WEYL0, _WEYL1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
@@ -28,6 +31,9 @@ _BELOW_ONE = 1.0 - 2.0**-24
 _PART_WORDS = 1 << 16
 _LONG_ROW = 1 << 15
 _KEPT_ROWS = 128
+OFFSET_BITS = 24
+"""Bits of an offset, below those of the stream. Offsets on the device count by these bits alone."""
+_OFFSET_MASK = tl.constexpr((1 << OFFSET_BITS) - 1)
 
 
 class Stream(enum.IntEnum):
@@ -43,12 +49,27 @@ class Stream(enum.IntEnum):
     """Gumbel noise by absolute position (base + offset), on both sides of the coupled rule."""
 
 
+_STREAMS = tuple(Stream)
+
+
 @dataclass(frozen=True)
 class Keys:
-    """Per row: seed [R] int64, and base [R] int64, the tokens committed when the round began."""
+    """Per row: seed [R] int64, and base [R] int64, the tokens committed when the round began.
+
+    All 64 bits of a seed count, and the lower 32 of a base.
+    """
 
     seed: torch.Tensor
     base: torch.Tensor
+
+
+def check_position(offset: torch.Tensor | int, stream: int) -> None:
+    """Raise unless the stream is one, and an `offset` on the host has OFFSET_BITS."""
+    if not isinstance(offset, torch.Tensor):
+        check_int("offset", offset, 0, (1 << OFFSET_BITS) - 1)
+    if stream not in _STREAMS:
+        names = ", ".join(f"Stream.{its.name}" for its in Stream)
+        raise ConfigError(f"stream: got {stream!r}, want one of {names}")
 
 
 def philox_reference(
@@ -87,10 +108,11 @@ def _counters(
 
     `offset`: an int or [R].
     """
+    check_position(offset, stream)
     offset = torch.as_tensor(offset, device=keys.base.device).to(torch.int64).expand_as(keys.base)
     if stream is Stream.COUPLED:
         return keys.seed, keys.base + offset, torch.zeros_like(offset)
-    return keys.seed, keys.base, offset
+    return keys.seed, keys.base, offset & _OFFSET_MASK.value
 
 
 def _words(
@@ -102,7 +124,7 @@ def _words(
         column(seed),
         np.arange((vocab + 3) // 4, dtype=np.uint64)[None, :],
         column(base) & _WORD,
-        column(offset) | np.uint64(int(stream) << 24),
+        column(offset) | np.uint64(int(stream) << OFFSET_BITS),
         np.zeros((1, 1), np.uint64),
     )
     words = np.empty((*lanes[0].shape, 4), np.float32)
@@ -127,7 +149,7 @@ def _gumbel(counters: torch.Tensor, stream: Stream, vocab: int) -> torch.Tensor:
 @functools.lru_cache(maxsize=_KEPT_ROWS)
 def _long_row(seed: int, base: int, offset: int, stream: Stream, vocab: int) -> torch.Tensor:
     """A row of noise, [vocab] float32, only to be read. Successive rounds share most of theirs."""
-    counter = torch.tensor([[seed, base, offset]])
+    counter = torch.tensor([[seed, base, offset]], device="cpu")
     return _gumbel(counter, stream, vocab)[0]
 
 
@@ -143,8 +165,9 @@ def distinct_gumbel_reference(
         rows = [_gumbel(part, stream, vocab) for part in parts]
     else:
         rows = [_long_row(*counter, stream, vocab)[None] for counter in distinct.tolist()]
-    noise = torch.cat(rows) if rows else torch.empty(0, vocab)
-    return noise.to(row.device), row
+    if not rows:
+        return torch.empty((0, vocab), dtype=torch.float32, device=row.device), row
+    return torch.cat(rows).to(row.device), row
 
 
 def gumbel_reference(
@@ -181,7 +204,8 @@ def _philox_key(base, offset, STREAM: tl.constexpr):
     if STREAM == 3:
         return (base + offset).to(tl.uint32), (base * 0).to(tl.uint32) + (STREAM << 24)
     else:
-        return base.to(tl.uint32), (base * 0 + offset).to(tl.uint32) | (STREAM << 24)
+        low = (base * 0 + offset).to(tl.uint32) & _OFFSET_MASK
+        return base.to(tl.uint32), low | (STREAM << 24)
 
 
 @triton.jit

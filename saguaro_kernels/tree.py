@@ -19,9 +19,16 @@ import triton
 import triton.language as tl
 
 from ._call import call
-from ._launch import Impl, check_out, check_tensor, on_device, resolve_impl
+from ._launch import (
+    Impl,
+    check_int,
+    check_out,
+    check_sizes,
+    check_tensor,
+    on_device,
+    resolve_impl,
+)
 from .distribution import PAD
-from .errors import ConfigError, ShapeError
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ def _physical_reference(
 ) -> torch.Tensor:
     if page_table is None:
         return slots.clone()
-    page = (slots // page_size).clamp_(max=page_table.shape[1] - 1)
+    page = (slots // page_size).clamp_(0, page_table.shape[1] - 1)
     table = page_table.long()[None].expand(slots.shape[0], -1, -1)
     return table.gather(2, page) * page_size + slots % page_size
 
@@ -143,7 +150,7 @@ def _layout_kernel(
         tl.store(ids_ptr + here, tokens, mask=inside)
     physical = slot
     if PAGED:
-        page = tl.minimum(slot // page_size, pages - 1)
+        page = tl.maximum(tl.minimum(slot // page_size, pages - 1), 0)
         page = tl.load(table_ptr + request * table_stride_b + page, mask=inside, other=0)
         physical = page.to(tl.int64) * page_size + slot % page_size
     there = step.to(tl.int64) * tl.num_programs(0) * branches + here
@@ -218,10 +225,9 @@ def tree_layout(
     Cost:
         1 launch; 0 host syncs.
     """
-    if draft_len < 0:
-        raise ConfigError(f"draft_len: got {draft_len}, want >= 0")
+    check_int("draft_len", draft_len, 0)
     check_tensor("depth", depth, (None, None), torch.int32)
-    _check(tokens, depth.shape, trunk_len, page_table, page_size)
+    _check(tokens, depth, trunk_len, page_table, page_size)
     out = _layout(out, tokens, draft_len + 1, depth)
     call(
         "tree_layout",
@@ -257,7 +263,7 @@ def chain_layout(
         1 launch; 0 host syncs.
     """
     check_tensor("tokens", tokens, (None, None), torch.int64)
-    _check(tokens, tokens.shape, trunk_len, page_table, page_size)
+    _check(tokens, tokens, trunk_len, page_table, page_size)
     check_tensor("count", count, trunk_len.shape, (torch.int32, torch.int64), tokens.device)
     depth = tokens.new_empty(tokens.shape, dtype=torch.int32) if out is None else out.depth
     check_out("out.depth", depth, tokens.shape, torch.int32, tokens.device)
@@ -286,21 +292,20 @@ def _layout(out: Layout | None, tokens: torch.Tensor, steps: int, depth: torch.T
 
 def _check(
     tokens: torch.Tensor,
-    shape: torch.Size,
+    like: torch.Tensor,
     trunk_len: torch.Tensor,
     page_table: torch.Tensor | None,
     page_size: int,
 ) -> None:
-    device = trunk_len.device
+    shape, device = like.shape, like.device
     check_tensor("tokens", tokens, shape, torch.int64, device)
-    check_tensor("trunk_len", trunk_len, shape[:1], (torch.int32, torch.int64))
+    check_tensor("trunk_len", trunk_len, shape[:1], (torch.int32, torch.int64), device)
     if page_table is not None:
         wanted = shape[0], None
         check_tensor("page_table", page_table, wanted, torch.int32, device, contiguous_last=True)
-        if shape[0] and not page_table.shape[1]:
-            raise ShapeError("page_table: got no pages, want at least one")
-    if page_size < 1:
-        raise ConfigError(f"page_size: got {page_size}, want >= 1")
+        if shape[0]:
+            check_sizes("page_table", page_table, pages=page_table.shape[1])
+    check_int("page_size", page_size, 1)
 
 
 def _tree_layout(

@@ -17,8 +17,7 @@ from __future__ import annotations
 import torch
 
 from .._call import call
-from .._launch import Impl, check_out, check_tensor, resolve_impl
-from ..errors import ConfigError
+from .._launch import Impl, check_int, check_out, check_tensor, resolve_impl
 from .kernels import compile_cases
 from .reference import Lookup, insert_reference, lookup_reference
 from .sizing import KEY_FIELDS, CacheSize, fit_cache_size, optimal_cache_size
@@ -59,12 +58,11 @@ class SpeculationCache:
         tokens: torch.Tensor | None = None,
         max_probes: int | None = None,
     ) -> None:
-        if capacity < 1 or rows < 1 or draft_len < 0:
-            raise ConfigError(
-                f"got capacity={capacity}, rows={rows}, draft_len={draft_len}; want >= 1, 1, 0"
-            )
-        if max_probes is not None and max_probes < 1:
-            raise ConfigError(f"max_probes: got {max_probes}, want >= 1")
+        check_int("capacity", capacity, 1, 1 << 30)
+        check_int("rows", rows, 1)
+        check_int("draft_len", draft_len, 0)
+        if max_probes is not None:
+            check_int("max_probes", max_probes, 1)
         self.capacity = 1 << (capacity - 1).bit_length()
         self.rows = rows
         self.max_probes = min(max_probes or self.capacity, self.capacity)
@@ -72,7 +70,8 @@ class SpeculationCache:
         self.buckets, self.key_rows = whole(self.capacity), whole(rows, KEY_FIELDS)
         self.tokens = whole(rows, draft_len) if tokens is None else tokens
         """[rows, K] int64: the chain of each slot, written by the drafter at any time."""
-        check_out("tokens", self.tokens, (rows, None), torch.int64, self.buckets.device)
+        width = draft_len if draft_len or tokens is None else None
+        check_out("tokens", self.tokens, (rows, width), torch.int64, self.buckets.device)
         self.dropped = torch.zeros(1, dtype=torch.int64, device=device)
         """[1] int64: inserts that found no room, since the cache was made."""
 
@@ -148,6 +147,8 @@ class SpeculationCache:
         if isinstance(generation, torch.Tensor):
             size = (1,) if generation.numel() == 1 else uid.shape
             check_tensor("generation", generation, size, torch.int64, device)
+        else:
+            check_int("generation", generation, -(2**63), 2**63 - 1)
 
 
 def _split_generation(generation: torch.Tensor | int) -> tuple[torch.Tensor | None, int]:

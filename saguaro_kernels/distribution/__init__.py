@@ -9,6 +9,8 @@ Filters apply in this order: temperature, top-k, top-p (smallest prefix of mass 
 (relative to the maximum), then C. Equal logits rank by id, the lowest first, so that exactly k ids
 are kept. Nothing of the vocabulary's size is ever written: whoever needs q reads the row again.
 
+Temperature inf is uniform over the kept ids.
+
 Temperature 0 is greedy: one-hot on the argmax (cutoff = max, cutoff_id = argmax, log q = 0 there);
 filters do not matter, and lse is that of the unfiltered row at T = 1, which ranks the runners-up.
 A row without a finite logit is one-hot on id 0, by the same formula: cutoff = -inf, cutoff_id = 0.
@@ -29,9 +31,9 @@ from typing import Any
 import torch
 
 from .._call import call
-from .._launch import FLOATS, Impl, check_out, check_tensor, resolve_impl
-from ..errors import ShapeError
-from .contract import MIN_TEMPERATURE, PAD, RowStats, Sampling, Status
+from .._launch import FLOATS, Impl, check_out, check_sizes, check_tensor, resolve_impl
+from ..rng import Keys, check_position
+from .contract import MAX_TEMPERATURE, MIN_TEMPERATURE, PAD, RowStats, Sampling, Status
 from .launch import ScanOutputs, compile_cases, row_scan_launch
 from .reference import (
     clean_reference,
@@ -39,10 +41,12 @@ from .reference import (
     is_within_reference,
     log_prob_reference,
     row_stats_reference,
+    sampling_reference,
 )
 from .rows import _clean, _is_within, _row_log_prob
 
 __all__ = [
+    "MAX_TEMPERATURE",
     "MIN_TEMPERATURE",
     "PAD",
     "RowStats",
@@ -58,6 +62,7 @@ __all__ = [
     "log_prob_reference",
     "row_stats",
     "row_stats_reference",
+    "sampling_reference",
 ]
 
 
@@ -132,16 +137,21 @@ def _row_stats(
     row_scan_launch(logits, contiguous(sampling), outputs, bias=bias)
 
 
-def check_rows(logits: torch.Tensor, sampling: Sampling, bias: torch.Tensor | None) -> None:
+def check_rows(
+    logits: torch.Tensor,
+    sampling: Sampling,
+    bias: torch.Tensor | None,
+    name: str = "logits",
+    of: str = "sampling",
+) -> None:
     """Raise unless logits [R, V], the sampling of its rows and the bias fit together."""
-    check_tensor("logits", logits, (None, None), FLOATS, contiguous_last=True)
+    check_tensor(name, logits, (None, None), FLOATS, contiguous_last=True)
     rows, vocab = logits.shape
-    if vocab == 0:
-        raise ShapeError("logits: got an empty vocabulary, want V >= 1")
-    check_per_row("sampling.temperature", sampling.temperature, rows, torch.float32, logits)
-    check_per_row("sampling.top_k", sampling.top_k, rows, torch.int32, logits)
-    check_per_row("sampling.top_p", sampling.top_p, rows, torch.float32, logits)
-    check_per_row("sampling.min_p", sampling.min_p, rows, torch.float32, logits)
+    check_sizes(name, logits, V=vocab)
+    check_tensor(f"{of}.temperature", sampling.temperature, (rows,), torch.float32, logits.device)
+    check_per_row(f"{of}.top_k", sampling.top_k, rows, torch.int32, logits)
+    check_per_row(f"{of}.top_p", sampling.top_p, rows, torch.float32, logits)
+    check_per_row(f"{of}.min_p", sampling.min_p, rows, torch.float32, logits)
     if bias is not None:
         check_tensor("bias", bias, (rows, vocab), FLOATS, logits.device, contiguous_last=True)
 
@@ -157,6 +167,20 @@ def check_per_row(
     if tensor is not None:
         allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
         check_tensor(name, tensor, (rows,), allowed, logits.device)
+
+
+def check_keys(
+    keys: Keys, offset: torch.Tensor | int, stream: int, logits: torch.Tensor
+) -> torch.Tensor | None:
+    """Raise unless keys, offset and stream name noise of each row; the offset if it is a tensor."""
+    rows, device = logits.shape[0], logits.device
+    check_tensor("keys.seed", keys.seed, (rows,), torch.int64, device)
+    check_tensor("keys.base", keys.base, (rows,), torch.int64, device)
+    check_position(offset, stream)
+    if not isinstance(offset, torch.Tensor):
+        return None
+    check_tensor("offset", offset, (rows,), (torch.int64, torch.int32), device)
+    return offset
 
 
 def contiguous(sampling: Sampling) -> Sampling:

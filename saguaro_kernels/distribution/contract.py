@@ -13,6 +13,9 @@ PAD = -1
 MIN_TEMPERATURE = 1e-30
 """Positive temperatures below this act as this one, so that 1 / T stays finite."""
 
+MAX_TEMPERATURE = 1e30
+"""Those above, and inf, act as this one: allowed ids are equally likely, the others never drawn."""
+
 
 class Status(enum.IntEnum):
     """What a row of logits was; every row gets a legal id whatever it is."""
@@ -26,9 +29,11 @@ class Status(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Sampling:
-    """Per row: temperature [R] float32 >= 0 (0 is greedy) and optional filters.
+    """Per row: temperature [R] float32 >= 0 (0 is greedy, inf uniform) and optional filters.
 
     top_k [R] int32 (<= 0: off), top_p [R] float32 (>= 1: off), min_p [R] float32 (<= 0: off).
+    The values lie on the device and are not checked: what is negative or NaN acts as a temperature
+    of 0, as a filter that is off; a negative top_p keeps one id.
     """
 
     temperature: torch.Tensor

@@ -34,6 +34,7 @@ from .rows import (
     _at,
     _clean,
     _finite_or_zero,
+    _load_temperature,
     _load_tile,
     _log,
     _order_bits,
@@ -139,7 +140,7 @@ def _row_cutoff_kernel(
     """Grid (L, B): one row. Writes a bound of the kept ids; (-inf, -1) where no filter applies."""
     i, b = tl.program_id(0), tl.program_id(1)
     if num_draft_ptr is not None:
-        if i > tl.load(num_draft_ptr + b):
+        if i > tl.maximum(tl.load(num_draft_ptr + b), 0):
             return
     out = b.to(tl.int64) * num_rows + i
     if row_index_ptr is not None:
@@ -151,7 +152,7 @@ def _row_cutoff_kernel(
     if bias_ptr is not None:
         bias_row_ptr = _row_start(bias_ptr, b, bias_stride_b, ALIGNED)
         bias_row_ptr = _row_start(bias_row_ptr, i, bias_stride_i, ALIGNED)
-    temperature = tl.load(temperature_ptr + b)
+    temperature = _load_temperature(temperature_ptr + b)
     HAS_P: tl.constexpr = top_p_ptr is not None
     k, p, min_p = default_k, tl.full([], 1.0, tl.float32), tl.full([], 0.0, tl.float32)
     if top_k_ptr is not None:

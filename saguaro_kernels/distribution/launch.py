@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import triton
 
-from .._launch import on_device
+from .._launch import check_int, on_device
 from .contract import Sampling
 from .cutoff import _row_cutoff_kernel
 from .scan import _row_merge_kernel, _row_scan_kernel
@@ -172,6 +172,10 @@ def scan_workspace_size(
     rows: int, vocab: int, top_f: int, scale_f: int, config: ScanConfig | None = None
 ) -> int:
     """int64 elements that a scan needs at most, whatever its filters."""
+    check_int("rows", rows, 0)
+    check_int("vocab", vocab, 1)
+    check_int("top_f", top_f, 0, MAX_LIST)
+    check_int("scale_f", scale_f, 0)
     list_size = list_size_of(top_f, scale_f)
     splits, _ = num_splits_of(vocab, config or scan_config(list_size))
     groups = 2 if scale_f > MAX_LIST else 1

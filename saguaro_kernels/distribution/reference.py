@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
 import torch
 
-from .contract import MIN_TEMPERATURE, PAD, RowStats, Sampling, Status
+from .contract import MAX_TEMPERATURE, MIN_TEMPERATURE, PAD, RowStats, Sampling, Status
 
 
 def _work_dtype(logits: torch.Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def bounded_reference(x: torch.Tensor, most: float) -> torch.Tensor:
+    """x in 0..most; 0 for NaN."""
+    return x.nan_to_num(0.0).clamp(0.0, most)
+
+
+def temperature_reference(temperature: torch.Tensor) -> torch.Tensor:
+    """The temperature that acts: 0 for what is not above 0, MAX_TEMPERATURE for inf."""
+    bounded = bounded_reference(temperature, MAX_TEMPERATURE)
+    return torch.where(bounded > 0, bounded.clamp(min=MIN_TEMPERATURE), 0.0)
+
+
+def sampling_reference(sampling: Sampling) -> Sampling:
+    """`sampling` with the temperatures that act."""
+    return dataclasses.replace(sampling, temperature=temperature_reference(sampling.temperature))
+
+
+def log_downweight_reference(downweight: torch.Tensor) -> torch.Tensor:
+    """log C, of C in 0..1; -inf for NaN."""
+    return bounded_reference(downweight, 1.0).log()
 
 
 def log_tiny(dtype: torch.dtype) -> float:
@@ -83,6 +105,7 @@ def largest_reference(z: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.
 
 def cutoff_reference(z: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
     """The last kept logit and id of each row, by sorting; (-inf, -1) for rows without a filter."""
+    sampling = sampling_reference(sampling)
     rows, vocab = z.shape
     unfiltered = z.new_full((rows,), -torch.inf), z.new_full((rows,), PAD, dtype=torch.int64)
     if sampling.top_k is None and sampling.top_p is None and sampling.min_p is None:
@@ -142,10 +165,12 @@ def is_within_reference(
     return (z > bound[:, None]) | ((z == bound[:, None]) & (ids <= bound_id[:, None]))
 
 
+@torch.no_grad()
 def row_stats_reference(
     logits: torch.Tensor, sampling: Sampling, *, bias: torch.Tensor | None = None
 ) -> RowStats:
     """See `row_stats`."""
+    sampling = sampling_reference(sampling)
     z, top, bad = load_reference(logits, bias)
     argmax = argmax_reference(z)
     empty, greedy = top == -torch.inf, sampling.temperature <= 0
@@ -172,10 +197,11 @@ def row_stats_reference(
 
 def reciprocal_reference(temperature: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """1 / T of the temperature that ranks: 1 for a greedy row."""
-    positive = torch.where(temperature <= 0, 1.0, temperature).to(dtype)
-    return 1.0 / positive.clamp(min=MIN_TEMPERATURE)
+    acting = temperature_reference(temperature).to(dtype)
+    return 1.0 / torch.where(acting > 0, acting, torch.ones_like(acting))
 
 
+@torch.no_grad()
 def log_prob_reference(
     logits: torch.Tensor,
     temperature: torch.Tensor,
@@ -204,6 +230,7 @@ def log_prob_reference(
     """
     z = logits.to(_work_dtype(logits))
     z = torch.where(z < torch.inf, z, -torch.inf)
+    temperature = temperature_reference(temperature)
     if ids is None:
         ids = torch.arange(z.shape[-1], device=z.device)
     column = lambda scalar: scalar[:, None]  # noqa: E731
@@ -213,6 +240,8 @@ def log_prob_reference(
     log_prob = shifted * column(reciprocal) - column(lse)
     if downweight is not None and scale_logit is not None and scale_id is not None:
         scaled = is_within_reference(z, ids, scale_logit, scale_id)
-        log_prob = torch.where(scaled, log_prob + column(downweight.to(z.dtype).log()), log_prob)
+        log_prob = torch.where(
+            scaled, log_prob + column(log_downweight_reference(downweight).to(z.dtype)), log_prob
+        )
     one_hot = (column(temperature) <= 0) | (z == -torch.inf)
     return torch.where(kept, torch.where(one_hot, 0.0, log_prob), -torch.inf)

@@ -6,10 +6,12 @@ import triton
 import triton.language as tl
 
 from ..rng import _gumbel_at
+from .contract import MAX_TEMPERATURE, MIN_TEMPERATURE
 
 _NEG_INF = tl.constexpr(float("-inf"))
 _INF = tl.constexpr(float("inf"))
-_MIN_TEMPERATURE = tl.constexpr(1e-30)
+_MIN_TEMPERATURE = tl.constexpr(MIN_TEMPERATURE)
+_MAX_TEMPERATURE = tl.constexpr(MAX_TEMPERATURE)
 _LAST_ID = tl.constexpr(0x7FFFFFFF)
 _ABSENT = tl.constexpr(-2139095041 * 2**32)  # the rank key of (-inf, _LAST_ID): below every id's
 
@@ -47,9 +49,22 @@ def _row_start(ptr, row, stride, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def _bounded(x, most):
+    """x in 0..most; 0 for NaN."""
+    return tl.where(x > 0, tl.minimum(x, most), 0.0)
+
+
+@triton.jit
+def _load_temperature(ptr):
+    """The temperature that acts: 0 for what is not above 0, MAX_TEMPERATURE for inf."""
+    temperature = _bounded(tl.load(ptr), _MAX_TEMPERATURE)
+    return tl.where(temperature > 0, tl.maximum(temperature, _MIN_TEMPERATURE), 0.0)
+
+
+@triton.jit
 def _reciprocal(temperature):
     """1 / T, of the temperature that ranks: 1 for a greedy row."""
-    return 1.0 / tl.where(temperature > 0, tl.maximum(temperature, _MIN_TEMPERATURE), 1.0)
+    return 1.0 / tl.where(temperature > 0, temperature, 1.0)
 
 
 @triton.jit

@@ -24,12 +24,14 @@ from .rows import (
     _LAST_ID,
     _NEG_INF,
     _at,
+    _bounded,
     _clean,
     _finite_or_zero,
     _id_of,
     _is_within,
     _key_id,
     _key_logit,
+    _load_temperature,
     _load_tile,
     _log,
     _noise_at,
@@ -167,7 +169,7 @@ def _row_scan_kernel(
     bias_row_ptr = bias_ptr
     if bias_ptr is not None:
         bias_row_ptr = _row_start(bias_ptr, r, bias_stride, ALIGNED)
-    temperature = tl.load(temperature_ptr + r)
+    temperature = _load_temperature(temperature_ptr + r)
     cutoff, scale, keys = (0.0, 0), (0.0, 0), (0, 0, 0)
     if FILTERED:
         cutoff = (tl.load(cutoff_ptr + r), tl.load(cutoff_id_ptr + r))
@@ -272,7 +274,7 @@ def _row_merge_kernel(
     NOISE: tl.constexpr = seed_ptr is not None
     GROUPS: tl.constexpr = 1 + SCALED
     WIDTH: tl.constexpr = LIST + FILTERED + SCALED
-    temperature = tl.load(temperature_ptr + r)
+    temperature = _load_temperature(temperature_ptr + r)
     reciprocal = _reciprocal(temperature)
     keys = (0, 0, 0)
     if NOISE:
@@ -341,7 +343,7 @@ def _row_merge_kernel(
             left = tl.maximum(left, tl.max(tl.where(listed_scaled, _NEG_INF, z), axis=0))
         # Scaling every kept id changes nothing; a greedy row is not scaled.
         if (left > _NEG_INF) & (temperature > 0):
-            log_scale = _log(tl.load(downweight_ptr + r))
+            log_scale = _log(_bounded(tl.load(downweight_ptr + r), 1.0))
             log_group += tl.where(group_scaled, log_scale, 0.0)
             log_best += tl.where(group_scaled, log_scale, 0.0)
             if LIST > 0:

@@ -19,7 +19,15 @@ from __future__ import annotations
 import torch
 
 from .._call import call
-from .._launch import FLOATS, Impl, check_out, check_tensor, resolve_impl
+from .._launch import (
+    FLOATS,
+    Impl,
+    check_int,
+    check_out,
+    check_sizes,
+    check_tensor,
+    resolve_impl,
+)
 from ..distribution import Sampling
 from ..errors import ConfigError, ShapeError
 from ..rng import Keys
@@ -74,14 +82,14 @@ def predict_outcomes(
     Args:
         draft_logits: [B, K+1, V] float16 | bfloat16 | float32, last dimension contiguous. Rows
             beyond num_draft are not read.
-        draft_tokens: [B, K] int64.
-        num_draft: [B] int32 | int64, 0..K. 0 gives the whole budget to the single row 0.
+        draft_tokens: [B, K] int64; an id that no column has excludes nothing.
+        num_draft: [B] int32 | int64, clamped to 0..K. 0 gives the whole budget to the single row 0.
         sampling: temperature [B] float32 >= 0 of the request; its filters are not used, as the
             extra token follows the target's row.
         keys: seed and base [B] int64, of the round whose outcome is predicted.
         branches: M.
         fan_out: [K+1] or [B, K+1] int32, >= 0: branches of each depth, the budget cut off at M.
-        accept_prob: [B, K+1] float32, P(k), any scale. Default: 1.
+        accept_prob: [B, K+1] float32, P(k), any scale; negative or NaN: 0. Default: 1.
         cutoff: [B, K+1] float32: ids of lower logits are no candidates (a filter of the draft).
         bias: broadcasts to draft_logits, float32, last dimension contiguous; added to the logits.
         ids: [V] int64, ascending: the id of each column, where the rows are of a part of a larger
@@ -180,10 +188,8 @@ def _predict_outcomes(
 def _check(draft_logits, draft_tokens, num_draft, sampling, keys, branches) -> None:
     check_tensor("draft_logits", draft_logits, (None,) * 3, FLOATS, contiguous_last=True)
     batch, rows, vocab = draft_logits.shape
-    if rows < 1 or vocab < 1:
-        raise ShapeError(f"draft_logits: got shape {list(draft_logits.shape)}, want [B, K+1, V]")
-    if not 0 <= branches <= 1024:
-        raise ConfigError(f"branches: got {branches}, want 0..1024")
+    check_sizes("draft_logits", draft_logits, **{"K+1": rows}, V=vocab)
+    check_int("branches", branches, 0, 1024)
     device = draft_logits.device
     check_tensor("draft_tokens", draft_tokens, (batch, rows - 1), torch.int64, device)
     check_tensor("num_draft", num_draft, (batch,), (torch.int32, torch.int64), device)

@@ -14,17 +14,24 @@ import triton
 import triton.language as tl
 
 from .._call import call
-from .._launch import Impl, check_tensor, on_device, resolve_impl
-from ..errors import ConfigError, DTypeError, ShapeError
+from .._launch import LARGE, Impl, check_int, check_number, check_tensor, on_device, resolve_impl
+from ..distribution.reference import bounded_reference
+from ..distribution.rows import _bounded
+from ..errors import DTypeError, ShapeError
+
+MOST_BRANCHES = 1 << 20
+_LARGE = tl.constexpr(LARGE)
 
 
+@torch.no_grad()
 def allocate_fan_out_reference(
     accept_hist: torch.Tensor, branches: int, r: float | torch.Tensor
 ) -> torch.Tensor:
     """See `allocate_fan_out`."""
-    hist = accept_hist.double().clamp(min=0)
+    hist = bounded_reference(accept_hist.double(), LARGE)
     hist = torch.where(hist.sum(-1, keepdim=True) > 0, hist, 1.0)
-    power = 1.0 / (1.0 + torch.as_tensor(r, dtype=torch.float64, device=hist.device))
+    r = torch.as_tensor(r, dtype=torch.float64, device=hist.device)
+    power = 1.0 / (1.0 + bounded_reference(r, LARGE))
     share = (hist / hist.sum(-1, keepdim=True)) ** power[..., None]
     share = branches * share / share.sum(-1, keepdim=True)
     fan_out = share.floor()
@@ -50,9 +57,10 @@ def _allocate_fan_out_kernel(
     k = tl.arange(0, BLOCK)
     inside = k < lengths
     hist = tl.load(hist_ptr + row * lengths + k, mask=inside, other=0).to(tl.float32)
-    hist = tl.maximum(hist, 0.0)
+    hist = _bounded(hist, _LARGE)
     hist = tl.where(tl.max(hist, 0) > 0.0, hist, inside.to(tl.float32))
     r = tl.load(r_ptr + row) if R_IS_TENSOR else r_value
+    r = _bounded(r, _LARGE)
     # Relative to the largest: the same shares, and counts of any size stay in range.
     share = hist / tl.max(hist, 0)
     power = tl.exp2(tl.log2(tl.where(share > 0.0, share, 1.0)) / (1.0 + r))
@@ -101,9 +109,10 @@ def allocate_fan_out(
 
     Args:
         accept_hist: [..., K+1], any integer or float dtype, >= 0: counts or probabilities of
-            accepting 0..K drafts. All zero: as if uniform.
-        branches: M >= 0.
-        r: >= 0, exponent of the miss probability; a float, or [...] float32.
+            accepting 0..K drafts. All zero: as if uniform. Negative or NaN: 0.
+        branches: M, 0..2^20.
+        r: >= 0, exponent of the miss probability; a float, or [...] float32, where what is negative
+            or NaN counts as 0.
     Returns:
         [..., K+1] int32, rows sum to M.
     Raises:
@@ -115,14 +124,13 @@ def allocate_fan_out(
         raise ShapeError(f"accept_hist: got shape {list(accept_hist.shape)}, want [..., K+1]")
     if accept_hist.dtype in (torch.bool, torch.complex64, torch.complex128):
         raise DTypeError(f"accept_hist: got {accept_hist.dtype}, want an integer or float dtype")
-    if branches < 0:
-        raise ConfigError(f"branches: got {branches}, want >= 0")
+    check_int("branches", branches, 0, MOST_BRANCHES)
     device_r = None
     if isinstance(r, torch.Tensor):
         check_tensor("r", r, accept_hist.shape[:-1], torch.float32, accept_hist.device)
         device_r = r.contiguous()
-    elif not r >= 0:
-        raise ConfigError(f"r: got {r}, want >= 0")
+    else:
+        check_number("r", r, 0.0)
     out = torch.empty_like(accept_hist, dtype=torch.int32, memory_format=torch.contiguous_format)
     call(
         "allocate_fan_out",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..distribution.rows import _id_of
+from .._launch import LARGE
+from ..distribution.rows import _bounded, _id_of, _load_temperature
 from ..rng import _gumbel_at, _gumbel_block
 
 _NOTHING = tl.constexpr(-(2**63))
+_LARGE = tl.constexpr(LARGE)
 _LOWEST = tl.constexpr(-(2**63) + 2**32)  # keys of real candidates are above this
 
 
@@ -66,12 +68,12 @@ def _predict_outcomes_scan_kernel(
     row = tl.program_id(0) % (drafts + 1)
     request = (tl.program_id(0) // (drafts + 1)).to(tl.int64)
     split = tl.program_id(1)
-    num_draft = tl.load(num_draft_ptr + request)
+    num_draft = tl.minimum(tl.maximum(tl.load(num_draft_ptr + request), 0), drafts)
     if row <= num_draft:
         vocab = vocab * UNIT
         here = tl.program_id(0).to(tl.int64)
         drafted = tl.load(drafted_ptr + request * drafts + row, mask=row < num_draft, other=-1)
-        temperature = tl.load(temperature_ptr + request)
+        temperature = _load_temperature(temperature_ptr + request)
         noisy = temperature > 0.0
         if RANKING == 3:
             noisy &= temperature >= noise_from
@@ -146,7 +148,7 @@ def _predict_outcomes_select_kernel(
 ):
     """Grid (B,): the M outcomes of one request, from all rows' candidates. Writes all of them."""
     request = tl.program_id(0).to(tl.int64)
-    num_draft = tl.load(num_draft_ptr + request).to(tl.int32)
+    num_draft = tl.minimum(tl.maximum(tl.load(num_draft_ptr + request), 0), drafts).to(tl.int32)
     k = tl.arange(0, BLOCK_K)
     used = k <= num_draft
     row = request * (drafts + 1) + k
@@ -161,6 +163,7 @@ def _predict_outcomes_select_kernel(
     tail = (k >= num_draft) & (k <= drafts)
     if HAS_ACCEPT:
         accept = tl.load(accept_ptr + row, mask=k <= drafts, other=0.0)
+        accept = _bounded(accept, _LARGE)
         rest = tl.sum(tl.where(tail, accept, 0.0), 0)
         accept = tl.where(k == num_draft, rest, accept)
         log_weight += tl.where(
@@ -187,6 +190,7 @@ def _predict_outcomes_select_kernel(
         count = share + (k > num_draft - left).to(tl.int32)
     elif ALLOCATION == 1:
         count = tl.load(fan_out_ptr + request * fan_out_stride + k, mask=k <= drafts, other=0)
+        count = tl.minimum(tl.maximum(count, 0), branches)
         count = tl.where(k == num_draft, tl.sum(tl.where(tail, count, 0), 0), count)
     else:
         # The M-th largest weight of all, of equal ones the lowest depth; each row keeps a prefix.

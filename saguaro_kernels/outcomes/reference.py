@@ -7,8 +7,9 @@ from typing import Literal
 
 import torch
 
+from .._launch import LARGE
 from ..distribution import PAD, Sampling
-from ..distribution.reference import log_sum_exp_reference
+from ..distribution.reference import bounded_reference, log_sum_exp_reference, sampling_reference
 from ..rng import Keys, Stream, gumbel_reference
 
 NOISE_FROM_TEMPERATURE = 0.5
@@ -31,6 +32,7 @@ class Outcomes:
     """[B, M] float32: log of the weight (P(k) = 1 without accept_prob), -inf where unused."""
 
 
+@torch.no_grad()
 def predict_outcomes_reference(
     draft_logits: torch.Tensor,
     draft_tokens: torch.Tensor,
@@ -49,11 +51,13 @@ def predict_outcomes_reference(
 ) -> Outcomes:
     """See `predict_outcomes`; one request after another."""
     batch, rows, vocab = draft_logits.shape
+    num_draft = num_draft.clamp(0, rows - 1)
+    sampling = sampling_reference(sampling)
     device = draft_logits.device
     best = resolve_allocation(allocation, fan_out, accept_prob) == "best"
     depth = torch.full((batch, branches), PAD, dtype=torch.int32, device=device)
     tokens = torch.full((batch, branches), PAD, dtype=torch.int64, device=device)
-    score = torch.full((batch, branches), float("-inf"), device=device)
+    score = torch.full((batch, branches), -torch.inf, dtype=torch.float32, device=device)
     bias = None if bias is None else bias.expand(batch, rows, vocab)
     noise, noise_row = _noise(sampling.temperature, keys, ranking, rows, vocab, ids)
     for b, last in enumerate(num_draft.tolist()):
@@ -66,12 +70,13 @@ def predict_outcomes_reference(
             None if cutoff is None else cutoff[b, used],
             None if bias is None else bias[b, used],
         )
-        log_prob = torch.zeros(last + 1, device=device)
+        log_prob = torch.zeros(last + 1, dtype=torch.float32, device=device)
         if accept_prob is not None:
-            log_prob = _fold_tail(accept_prob[b].float(), last).log()
+            log_prob = _fold_tail(bounded_reference(accept_prob[b].float(), LARGE), last).log()
         log_prob = log_prob - log_sum_exp_reference(scores)
         if fan_out is not None:
-            counts = _fold_tail(fan_out.expand(batch, rows)[b], last).tolist()
+            given = fan_out.expand(batch, rows)[b].clamp(0, branches)
+            counts = _fold_tail(given, last).tolist()
         else:
             counts = uniform_fan_out(branches, last)
         width = min(branches, vocab)
@@ -130,13 +135,14 @@ def _scores(
     scores = logits.float() if bias is None else logits.float() + bias
     scores = torch.where(scores < torch.inf, scores, -torch.inf)  # NaN and +inf: no candidates
     if cutoff is not None:
-        scores.masked_fill_(scores < cutoff[:, None], -torch.inf)
+        scores.masked_fill_(~(scores >= cutoff[:, None]), -torch.inf)
     if temperature > 0:
         scores *= 1.0 / max(temperature, COLDEST)
     if noise is not None:
         scores += noise
     row = torch.arange(len(scores) - 1, device=logits.device)
-    scores[row[drafted >= 0], drafted[drafted >= 0]] = -torch.inf
+    named = (drafted >= 0) & (drafted < scores.shape[1])
+    scores[row[named], drafted[named]] = -torch.inf
     return scores
 
 
@@ -175,7 +181,7 @@ def _top(scores: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _best_counts(weights: list[torch.Tensor], branches: int) -> list[int]:
     """How many each depth has among the best of all; of equal weights the lowest depth first."""
-    owner = torch.repeat_interleave(torch.tensor([len(row) for row in weights]))
+    owner = torch.repeat_interleave(torch.tensor([len(row) for row in weights], device="cpu"))
     flat = torch.cat(weights).cpu()
     best = flat.sort(descending=True, stable=True).indices[:branches]
     best = best[flat[best] > -torch.inf]

@@ -16,8 +16,15 @@ from typing import Any
 import torch
 
 from .._call import call
-from .._launch import Impl, check_out, check_tensor, check_workspace, resolve_impl
-from ..distribution import Sampling, check_per_row, check_rows, contiguous, copy_fields
+from .._launch import Impl, check_int, check_out, check_tensor, check_workspace, resolve_impl
+from ..distribution import (
+    Sampling,
+    check_keys,
+    check_per_row,
+    check_rows,
+    contiguous,
+    copy_fields,
+)
 from ..distribution.launch import MAX_LIST, Draw, ScanOutputs, row_scan_launch, scan_workspace_size
 from ..errors import ConfigError
 from ..rng import Keys, Stream
@@ -65,11 +72,13 @@ def saguaro_sample(
         logits: [R, V] float16 | bfloat16 | float32; last dimension contiguous. Natural log.
         sampling: temperature (0 is greedy) and filters, [R] each.
         keys: seed, base [R]. Rows of equal keys and offset share their noise.
-        offset: position within the round: an int, or [R] int64.
+        offset: position within the round: an int in 0..2^24 - 1, or [R] int32 | int64, of which the
+            lower 24 bits count.
         stream: family of random numbers; DRAFT for a drafter.
         top_f: how many of the largest kept ids to return, at most 128 (0: none).
         scale_f: F, the size of the scaled set; any size.
-        downweight: [R] float32, C in [0, 1]. If every kept id would be scaled, C is ignored.
+        downweight: [R] float32, C in [0, 1], clamped to it. If every kept id would be scaled, C is
+            ignored.
         bias: [R, V], added to the logits first; -inf forbids an id.
         ids: [V] int64, ascending: the id of each column, where the rows are of a part of a larger
             vocabulary. Noise, `tokens` and `top_ids` are by these ids, cutoff_id and scale_id by
@@ -81,8 +90,9 @@ def saguaro_sample(
         Sample. Every row gets an id in 0..V-1, whatever its logits; a row with status NAN is drawn
         from its other entries, an EMPTY one gets id 0 as a deterministic proposal.
     Raises:
-        ShapeError, DTypeError, DeviceError: of any argument. ConfigError: scheme, top_f, scale_f,
-        or a downweight without its scheme. Values are not checked on the device; see status.
+        ShapeError, DTypeError, DeviceError: of any argument. ConfigError: scheme, offset, stream,
+        top_f, scale_f, or what belongs to another scheme. Values are not checked on the device; see
+        `Sampling` and status.
     Cost:
         Each row read once in 2 launches, at most 4 % more for F <= 32 of 128k ids. Filters: a
         launch and 2 or 3 reads more, and so does scale_f > 128. 0 host syncs.
@@ -91,21 +101,19 @@ def saguaro_sample(
     """
     implementation = resolve_impl(impl, logits.device)
     _check_options(scheme, top_f, scale_f, downweight, target_logits)
+    if target_logits is None and target_sampling is not None:
+        raise ConfigError("target_sampling: got it without target_logits, want both or neither")
     if target_logits is not None:
-        if bias is not None or out is not None or ids is not None:
-            raise ConfigError("bias, ids, out: want None with scheme='geometric'")
+        if any(value is not None for value in (bias, ids, out, workspace)):
+            raise ConfigError("bias, ids, out, workspace: want None with scheme='geometric'")
         sample, _ = sample_geometric(
             logits, target_logits, sampling, keys, offset=offset, target_sampling=target_sampling,
             stream=stream, top_f=top_f, impl=implementation,
         )  # fmt: skip
         return sample
     check_rows(logits, sampling, bias)
-    rows = logits.shape[0]
-    check_per_row("keys.seed", keys.seed, rows, torch.int64, logits)
-    check_per_row("keys.base", keys.base, rows, torch.int64, logits)
-    check_per_row("downweight", downweight, rows, torch.float32, logits)
-    offsets = offset if isinstance(offset, torch.Tensor) else None
-    check_per_row("offset", offsets, rows, (torch.int64, torch.int32), logits)
+    offsets = check_keys(keys, offset, stream, logits)
+    check_per_row("downweight", downweight, logits.shape[0], torch.float32, logits)
     if ids is not None:
         check_tensor("ids", ids, (logits.shape[1],), torch.int64, logits.device)
     if out is None:
@@ -145,10 +153,12 @@ def _check_options(
             f"downweight: got {'a tensor' if downweight is not None else None} with scheme="
             f"{scheme!r}; pass C with scheme='downweight', and only there"
         )
-    if not 0 <= top_f <= MAX_LIST:
-        raise ConfigError(f"top_f: got {top_f}, want 0..{MAX_LIST}")
-    if scale_f < 0:
-        raise ConfigError(f"scale_f: got {scale_f}, want >= 0")
+    check_int("top_f", top_f, 0, MAX_LIST)
+    check_int("scale_f", scale_f, 0)
+    if scale_f > 0 and scheme != "downweight":
+        raise ConfigError(
+            f"scale_f: got {scale_f} with scheme={scheme!r}, want scheme='downweight'"
+        )
 
 
 def _empty_sample(logits: torch.Tensor, top_f: int) -> Sample:

@@ -16,12 +16,18 @@ import triton
 import triton.language as tl
 
 from .._call import call
-from .._launch import Impl, on_device, resolve_impl
-from ..distribution import Sampling, check_rows, log_prob_reference, row_stats
-from ..distribution.launch import _units
+from .._launch import FLOATS, Impl, check_int, check_tensor, on_device, resolve_impl
+from ..distribution import Sampling, check_keys, check_rows, log_prob_reference, row_stats
+from ..distribution.launch import MAX_LIST, _units
 from ..distribution.reference import clean_reference
-from ..distribution.rows import _clean, _finite_or_zero, _load_tile, _row_log_prob, _row_start
-from ..errors import ShapeError
+from ..distribution.rows import (
+    _clean,
+    _finite_or_zero,
+    _load_temperature,
+    _load_tile,
+    _row_log_prob,
+    _row_start,
+)
 from ..residual import residual
 from ..rng import Keys, Stream
 from .contract import Sample
@@ -43,6 +49,7 @@ def geometric_config() -> GeometricConfig:
     return GeometricConfig(block=4096, num_warps=8)
 
 
+@torch.no_grad()
 def geometric_row_reference(
     draft_logits: torch.Tensor,
     temperature: torch.Tensor,
@@ -80,7 +87,7 @@ def _geometric_row_kernel(
     """Grid (tiles, R): one tile of a row. Overwrites r by log sqrt(q max(r, 1e-8))."""
     start, r = tl.program_id(0) * BLOCK, tl.program_id(1)
     q = (
-        tl.load(temperature_ptr + r), _finite_or_zero(tl.load(max_ptr + r)),
+        _load_temperature(temperature_ptr + r), _finite_or_zero(tl.load(max_ptr + r)),
         tl.load(log_sum_ptr + r), tl.load(cutoff_ptr + r), tl.load(cutoff_id_ptr + r),
     )  # fmt: skip
     row_ptr = _row_start(row_ptr, r, row_stride, ALIGNED)
@@ -170,14 +177,13 @@ def sample_geometric(
     from . import saguaro_sample
 
     implementation = resolve_impl(impl, draft_logits.device)
-    check_rows(draft_logits, draft_sampling, None)
-    if target_logits.shape != draft_logits.shape:
-        raise ShapeError(
-            f"target_logits: got {list(target_logits.shape)}, want the draft's shape "
-            f"{list(draft_logits.shape)}"
-        )
+    check_rows(draft_logits, draft_sampling, None, "draft_logits", "draft_sampling")
+    shape, device = draft_logits.shape, draft_logits.device
+    check_tensor("target_logits", target_logits, shape, FLOATS, device, contiguous_last=True)
     target_sampling = target_sampling or draft_sampling
-    check_rows(target_logits, target_sampling, None)
+    check_rows(target_logits, target_sampling, None, "target_logits", "target_sampling")
+    check_keys(keys, offset, stream, draft_logits)
+    check_int("top_f", top_f, 0, MAX_LIST)
     log_row = residual(
         target_logits, draft_logits, target_sampling=target_sampling,
         draft_sampling=draft_sampling, impl=implementation,

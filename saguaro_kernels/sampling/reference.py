@@ -14,8 +14,10 @@ from ..distribution.reference import (
     is_within_reference,
     largest_reference,
     load_reference,
+    log_downweight_reference,
     log_tiny,
     reciprocal_reference,
+    sampling_reference,
     status_reference,
 )
 from ..rng import Keys, Stream, distinct_gumbel_reference
@@ -25,6 +27,7 @@ _PART_LOGITS = 1 << 18
 """Rows are drawn in parts of this size, which a core's cache holds: twice as fast on a CPU."""
 
 
+@torch.no_grad()
 def saguaro_sample_reference(
     logits: torch.Tensor,
     sampling: Sampling,
@@ -39,6 +42,7 @@ def saguaro_sample_reference(
     ids: torch.Tensor | None = None,
 ) -> Sample:
     """See `saguaro_sample`. float64 logits are drawn in float64; greedy rows draw no noise."""
+    sampling = sampling_reference(sampling)
     rows, vocab = logits.shape
     temperature = sampling.temperature
     greedy = temperature <= 0
@@ -121,7 +125,7 @@ def _draw(
         log_sum = torch.clamp(weight, min=tiny, out=z).exp_().sum(-1).log_()
     else:
         scaled = (ranked[:, scale_f] > -torch.inf) & ~greedy
-        log_scale = torch.where(scaled, downweight.to(z.dtype).log(), 0.0)
+        log_scale = torch.where(scaled, log_downweight_reference(downweight).to(z.dtype), 0.0)
         log_scale.clamp_(min=lowest)  # times 0 below
         weight.scatter_add_(1, order[:, :scale_f], log_scale[:, None].expand(-1, scale_f))
         largest = weight.amax(-1).clamp(min=lowest)
@@ -152,7 +156,7 @@ def _noise(
     row = torch.full(greedy.shape, -1, device=greedy.device)
     random = torch.nonzero(~greedy)[:, 0]
     if not len(random):
-        return torch.empty(0, vocab), row
+        return torch.empty((0, vocab), device=row.device), row
     offset = offset[random] if isinstance(offset, torch.Tensor) else offset
     random_keys = Keys(keys.seed[random], keys.base[random])
     if ids is not None and vocab:

@@ -21,7 +21,18 @@ from __future__ import annotations
 import torch
 
 from .._call import call
-from .._launch import FLOATS, Impl, check_out, check_tensor, check_workspace, resolve_impl
+from .._launch import (
+    FLOATS,
+    LARGE,
+    Impl,
+    check_int,
+    check_number,
+    check_out,
+    check_sizes,
+    check_tensor,
+    check_workspace,
+    resolve_impl,
+)
 from ..errors import ConfigError, DTypeError, ShapeError
 from .launch import (
     TreeAttentionConfig,
@@ -66,7 +77,8 @@ def tree_attention(
         query: [B, M, Hq, D] float16 | bfloat16 | float32 (reference: also float64), D <= 256; last
             dimension contiguous. Its keys and values already lie in the pages.
         key_pages, value_pages: [P, page, Hkv, D], dtype of query, Hq a multiple of Hkv; last
-            dimension contiguous, any other strides. Slots nobody sees may hold anything, even NaN.
+            dimension contiguous, any other strides. Slots that no branch sees may hold anything,
+            even NaN; a NaN that one branch sees may reach the others of its request.
         page_table: [B, pages] int32: page of slots j*page .. j*page + page - 1. Entries past a
             request's last slot are not read.
         trunk_len: [B] int32 | int64: keys before the chain.
@@ -74,8 +86,8 @@ def tree_attention(
         draft_len: K; the chain holds K + 1 slots. An int, fixed for a captured graph.
         step: tree step, or -1 for a chain (draft_len is then not used). An int, or an int32 tensor
             of one element read on the device, so that one captured graph serves all steps.
-        scale: default D ** -0.5.
-        softcap: scores become softcap * tanh(score / softcap). Default: off.
+        scale: a finite number. Default: D ** -0.5.
+        softcap: > 0, scores become softcap * tanh(score / softcap). Default: off.
         window: keys at most window - 1 positions back are seen. Default: all.
         plan: from `attention_plan` for the same lengths, for the reference only: made once per
             forward instead of once per layer.
@@ -93,14 +105,16 @@ def tree_attention(
         the trunk as in Flash-Decoding.
     """
     _check(query, key_pages, value_pages, page_table, trunk_len, depth, draft_len, step)
-    if softcap is not None and not softcap > 0:
-        raise ConfigError(f"softcap: got {softcap}, want > 0, or None for no cap")
-    if window is not None and window < 1:
-        raise ConfigError(f"window: got {window}, want >= 1, or None for no window")
+    if scale is not None:
+        check_number("scale", scale, -LARGE)
+    if softcap is not None:
+        check_number("softcap", softcap, 1 / LARGE)
+    if window is not None:
+        check_int("window", window, 1)
+    if plan is not None:
+        _check_plan(plan, query, depth, draft_len, step, window)
     if out is not None:
         check_out("out", out, query.shape, query.dtype, query.device)
-        if not out.is_contiguous():
-            raise ShapeError("out: want a contiguous tensor")
     chosen = resolve_impl(impl, query.device)
     if chosen == "triton" and query.dtype not in FLOATS:
         raise DTypeError(f"query: got {query.dtype}, want float16 | bfloat16 | float32 for triton")
@@ -131,6 +145,8 @@ def _tree_attention(
     scale, softcap, window, impl, out, workspace,
 ) -> None:  # fmt: skip
     step = step if device_step is None else device_step
+    if not query.numel():
+        return
     if impl == "triton":
         _tree_attention_launch(
             query, key_pages, value_pages, page_table, trunk_len, depth, step, out, workspace,
@@ -157,19 +173,42 @@ def _check(query, key_pages, value_pages, page_table, trunk_len, depth, draft_le
     check_tensor(
         "value_pages", value_pages, key_pages.shape, query.dtype, device, contiguous_last=True
     )
-    if heads % key_pages.shape[2]:
-        raise ShapeError(
-            f"query: got {heads} heads, want a multiple of the {key_pages.shape[2]} KV heads"
-        )
+    count, page, kv_heads, _ = key_pages.shape
+    check_sizes("key_pages", key_pages, P=count, page=page, Hkv=kv_heads)
+    if heads % kv_heads:
+        raise ShapeError(f"query: got {heads} heads, want a multiple of the {kv_heads} KV heads")
     check_tensor("page_table", page_table, (batch, None), torch.int32, device, contiguous_last=True)
+    if batch:
+        check_sizes("page_table", page_table, pages=page_table.shape[1])
     check_tensor("trunk_len", trunk_len, (batch,), (torch.int32, torch.int64), device)
     check_tensor("depth", depth, (batch, branches), torch.int32, device)
-    if draft_len < 0:
-        raise ConfigError(f"draft_len: got {draft_len}, want >= 0")
+    check_int("draft_len", draft_len, 0)
     if isinstance(step, torch.Tensor):
         if step.dtype != torch.int32 or step.numel() != 1 or step.device != device:
             raise ShapeError(
                 f"step: got {step.dtype} {list(step.shape)} on {step.device}, want one int32 there"
             )
-    elif not -1 <= step <= draft_len:
-        raise ConfigError(f"step: got {step}, want -1..draft_len = {draft_len}")
+    else:
+        check_int("step", step, -1, draft_len)
+
+
+def _check_plan(
+    plan: AttentionPlan,
+    query: torch.Tensor,
+    depth: torch.Tensor,
+    draft_len: int,
+    step: int | torch.Tensor,
+    window: int | None,
+) -> None:
+    """Raise if the plan was made for another call, as far as the host can see."""
+    pairs = [
+        ("dtype", plan.dtype, query.dtype), ("window", plan.window, window),
+        ("depth.shape", plan.depth.shape, tuple(depth.shape)),
+    ]  # fmt: skip
+    if not isinstance(step, torch.Tensor):
+        pairs.append(("step", plan.step, step))
+    if plan.step >= 0:
+        pairs.append(("draft_len", plan.draft_len, draft_len))
+    for name, made, wanted in pairs:
+        if made != wanted:
+            raise ConfigError(f"plan: got one made for {name}={made}, want {name}={wanted}")

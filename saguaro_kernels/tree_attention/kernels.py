@@ -122,6 +122,18 @@ def _tree_attention_kernel(
             owner = own % branches
             # Keys of unused branches may never have been written: not read.
             needed |= tl.load(depth_ptr + request * branches + owner, mask=is_own, other=-1) >= 0
+        seen = slot[None, :] <= sight[:, None]
+        key_position = slot[None, :]
+        if TREE:
+            mine = is_own[None, :] & (owner[None, :] == owned[:, None])
+            seen |= mine
+            if WINDOW:
+                own_position = sight[:, None] + 1 + own[None, :] // branches
+                key_position = tl.where(mine, own_position, key_position)
+        if WINDOW:
+            seen &= key_position > position[:, None] - window
+            # Nor are slots between the windows: a weight of 0 would not make a NaN harmless.
+            needed &= tl.max(seen.to(tl.int32), 0) > 0
         page = tl.load(table_ptr + slot // PAGE, mask=needed, other=0).to(tl.int64)
         k_row = key_ptr + (page * k_stride_p + slot % PAGE * k_stride_s) * UNIT
         k = tl.load(
@@ -133,16 +145,6 @@ def _tree_attention_kernel(
         if SOFTCAP:
             score = softcap_log2 * (1.0 - 2.0 / (tl.exp(2.0 * score) + 1.0))
 
-        seen = slot[None, :] <= sight[:, None]
-        key_position = slot[None, :]
-        if TREE:
-            mine = is_own[None, :] & (owner[None, :] == owned[:, None])
-            seen |= mine
-            if WINDOW:
-                own_position = sight[:, None] + 1 + own[None, :] // branches
-                key_position = tl.where(mine, own_position, key_position)
-        if WINDOW:
-            seen &= key_position > position[:, None] - window
         score = tl.where(seen, score, float("-inf"))
 
         new_top = tl.maximum(top, tl.max(score, 1))
@@ -159,6 +161,7 @@ def _tree_attention_kernel(
         top = new_top
 
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    acc = tl.where(used[:, None], acc, 0.0)
     batch = tl.num_programs(0) // row_blocks // kv_heads
     out_row = (request * branches + branch) * (kv_heads * GROUP) + query_head
     written = branch < branches

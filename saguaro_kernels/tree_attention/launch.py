@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import triton
 
-from .._launch import INTERPRETED, on_device
+from .._launch import INTERPRETED, check_sizes, on_device
 from .kernels import LOG2E, SIZES, STRIDES, _tree_attention_kernel, _tree_attention_merge_kernel
 
 _PROGRAMS = 264
@@ -52,6 +52,7 @@ def _config(
 ) -> TreeAttentionConfig:
     batch, branches, heads, head_dim = query.shape
     _, page, kv_heads, _ = key_pages.shape
+    check_sizes("key_pages", key_pages, page=page, Hkv=kv_heads)
     rows, capacity = branches * (heads // kv_heads), page_table.shape[1] * page
     return tree_attention_config(rows, batch * kv_heads, capacity, head_dim, query.dtype)
 

@@ -108,6 +108,7 @@ def attention_plan(
     return plan
 
 
+@torch.no_grad()
 def tree_attention_reference(
     query: torch.Tensor,
     key_pages: torch.Tensor,
@@ -137,6 +138,8 @@ def tree_attention_reference(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     keys, values = key_pages.flatten(0, 1), value_pages.flatten(0, 1)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    if not out.numel():
+        return out
     for block in plan.blocks:
         mask = plan.mask(block) if block.mask is None else block.mask
         rows = query[block.request, block.first : block.last].transpose(0, 1)

@@ -28,8 +28,9 @@ class Draft:
         log q(x) = (z[x] - z[d]) / T + log q(d), + log C if x is scaled, - log C if d is; x kept
 
     Fields:
-        tokens: [B, K] int64 ids of the target's vocabulary, PAD beyond num_draft. K may be 0.
-        num_draft: [B] int32 in 0..K.
+        tokens: [B, K] int64 ids of the target's vocabulary, PAD beyond num_draft. K may be 0. An id
+            outside the vocabulary is a draft that is refused.
+        num_draft: [B] int32, clamped to 0..K.
         logits: [B, K, V_draft], or None when every row is one-hot (n-gram, argmax, replay).
             Ids at and beyond V_draft have q = 0.
         logq: [B, K] float32, log q of each token; needed with `logits`.

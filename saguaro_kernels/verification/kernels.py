@@ -22,6 +22,7 @@ from ..distribution.rows import (
     _NEG_INF,
     _at,
     _finite_or_zero,
+    _load_temperature,
     _reciprocal,
 )
 from ..rng import Stream, _uniform
@@ -29,6 +30,7 @@ from .contract import DRAFT_NAN, MASS_FLOOR
 from .rows import (
     _load_cutoff,
     _load_draft_row,
+    _load_num_draft,
     _log_sum,
     _merge_choices,
     _row_offset,
@@ -85,12 +87,12 @@ def _verify_stats_kernel(
     split, i, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     if (split == 0) & (i == 0):
         tl.store(counter_ptr + b, 0)
-    if i < tl.load(num_draft_ptr + b):
+    if i < _load_num_draft(num_draft_ptr + b, num_steps):
         num_rows = num_steps + 1
         row = _row_offset(row_index_ptr, b, i, num_rows, stride_b, stride_i, ALIGNED)
         bias_row = _row_offset(None, b, i, 0, bias_stride_b, bias_stride_i, False)
         cutoff, cutoff_id = _load_cutoff(cutoff_ptr, cutoff_id_ptr, row_index_ptr, b, i, num_rows)
-        temperature = tl.load(temperature_ptr + b)
+        temperature = _load_temperature(temperature_ptr + b)
         p = (target_ptr + row, bias_row, temperature, 0.0, 0.0, cutoff, cutoff_id)
         noise = (tl.load(seed_ptr + b), tl.load(base_ptr + b), i)
         max_, total, best, arg = _scan_split(
@@ -137,8 +139,8 @@ def _verify_mass_kernel(
 ):  # fmt: skip
     """Grid (S, K-1, B): a program owns `tiles` tiles of one R's row pair. Writes a partial R."""
     split, i, b = tl.program_id(0), tl.program_id(1) + 1, tl.program_id(2).to(tl.int64)
-    num_draft = tl.load(num_draft_ptr + b)
-    temperature = tl.load(temperature_ptr + b)
+    num_draft = _load_num_draft(num_draft_ptr + b, num_steps)
+    temperature = _load_temperature(temperature_ptr + b)
     one_hot = _is_one_hot(draft_ptr, one_hot_ptr, draft_temperature_ptr, b)
     if (i < num_draft) & (temperature > 0) & (one_hot == 0):
         max_, log_sum, log_p, log_q, log_ratio, point = _judge(
@@ -220,8 +222,8 @@ def _verify_extra_kernel(
 ):  # fmt: skip
     """Grid (S, B): a program owns `tiles` tiles of the extra row; the last one writes all."""
     split, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    num_draft = tl.load(num_draft_ptr + b)
-    temperature = tl.load(temperature_ptr + b)
+    num_draft = _load_num_draft(num_draft_ptr + b, num_steps)
+    temperature = _load_temperature(temperature_ptr + b)
     seed, base = tl.load(seed_ptr + b), tl.load(base_ptr + b)
     one_hot = _is_one_hot(draft_ptr, one_hot_ptr, draft_temperature_ptr, b)
     own_choice = temperature <= 0
@@ -289,9 +291,9 @@ def _verify_extra_kernel(
         is_point = _at(point, k, BLOCK_K) != 0
         rest = tl.exp(log_scale) * (1.0 - tl.exp(_at(log_p, k, BLOCK_K)))
         refused_token = tl.load(tokens_ptr + b * num_steps + k, mask=k < num_draft, other=-1)
-        exclude = tl.where(
-            refused & is_point & (rest > _MASS_FLOOR), refused_token.to(tl.int32), -1
-        )
+        exclude = tl.where(refused & is_point & (rest > _MASS_FLOOR), refused_token, -1)
+        # Of 64 bits: cut to 32, an id outside the vocabulary might exclude another.
+        exclude = tl.where(exclude < vocab, tl.maximum(exclude, -1), -1).to(tl.int32)
         pair = refused & (is_point == 0)
         extra = extra_ptr + b * 4 * num_splits + split
         extra_arg = extra_arg_ptr + b * 2 * num_splits + split

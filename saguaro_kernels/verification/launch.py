@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from .._launch import on_device
+from .._launch import check_int, on_device
 from ..distribution import Sampling
 from ..distribution.launch import row_cutoff_launch
 from ..errors import ShapeError
@@ -49,6 +49,9 @@ def verify_workspace_size(
     num_requests: int, num_steps: int, vocab: int, *, num_rows: int | None = None
 ) -> int:
     """float32 elements that one `verify` needs at most; `num_rows` = N of flat rows [N, V]."""
+    check_int("num_requests", num_requests, 0)
+    check_int("num_steps", num_steps, 0)
+    check_int("vocab", vocab, 1)
     splits, _ = VerifyConfig().split(vocab)
     num_rows = num_requests * (num_steps + 1) if num_rows is None else num_rows
     return sum(_scratch_sizes(num_requests, num_steps, splits, num_rows))

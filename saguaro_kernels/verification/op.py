@@ -7,13 +7,34 @@ from typing import Any
 import torch
 
 from .._call import call
-from .._launch import FLOATS, Impl, check_out, check_tensor, check_workspace, resolve_impl
+from .._launch import (
+    FLOATS,
+    Impl,
+    check_out,
+    check_sizes,
+    check_tensor,
+    check_workspace,
+    resolve_impl,
+)
 from ..distribution import Sampling
-from ..errors import ConfigError, ShapeError
+from ..errors import ConfigError
 from ..rng import Keys
 from .contract import DRAFT_TENSORS, NO_INPUTS, RULES, Draft, Inputs, Verdict
 from .launch import _verify_launch, verify_workspace_size
 from .reference import verify_reference
+
+_NEEDED = (
+    "draft.num_draft", "target_sampling.temperature", "keys.seed", "keys.base",
+    "draft.sampling.temperature",
+)  # fmt: skip
+_PAIRS = (
+    ("cutoff", ("cutoff_id",)),
+    ("cutoff_id", ("cutoff",)),
+    ("scale_logit", ("scale_id",)),
+    ("scale_id", ("scale_logit",)),
+    ("downweight", ("scale_logit", "scale_id")),
+)
+"""Fields of a Draft that say nothing without others."""
 
 
 def run(
@@ -144,11 +165,12 @@ def _check(
     rows = (num_requests, num_steps + 1) if row_index is None else (None,)
     check_tensor("target_logits", target_logits, (*rows, None), FLOATS, contiguous_last=True)
     vocab = target_logits.shape[-1]
-    if vocab == 0:
-        raise ShapeError(f"target_logits: got shape {list(target_logits.shape)}, want V > 0")
+    check_sizes("target_logits", target_logits, V=vocab)
+    if row_index is not None and num_requests:
+        check_sizes("target_logits", target_logits, N=target_logits.shape[0])
 
     def check(name: str, tensor: torch.Tensor | None, shape: tuple, dtype: torch.dtype) -> None:
-        if tensor is not None:
+        if tensor is not None or name in _NEEDED:
             check_tensor(name, tensor, shape, dtype, device)
 
     per_request, per_draft = (num_requests,), (num_requests, num_steps)
@@ -170,14 +192,24 @@ def _check(
     if bias is not None:
         shape = (num_requests, num_steps + 1, vocab)
         check_tensor("bias", bias, shape, torch.float32, device, contiguous_last=True)
+    for name, others in _PAIRS:
+        missing = [other for other in others if getattr(draft, other) is None]
+        if getattr(draft, name) is not None and missing:
+            raise ConfigError(f"draft.{name}: got it without {missing[0]}, want both or neither")
+    check("draft.row_index", draft.row_index, per_draft, torch.int64)
+    if draft.sampling is not None:
+        its = draft.sampling.temperature
+        check("draft.sampling.temperature", its, per_request, torch.float32)
     if draft.logits is None:
         return
-    check("draft.row_index", draft.row_index, per_draft, torch.int64)
     flat = draft.row_index is not None
     leading = (None,) if flat else per_draft
     check_tensor(
         "draft.logits", draft.logits, (*leading, None), FLOATS, device, contiguous_last=True
     )
+    check_sizes("draft.logits", draft.logits, V_draft=draft.logits.shape[-1])
+    if flat and num_requests and num_steps:
+        check_sizes("draft.logits", draft.logits, N=draft.logits.shape[0])
     if draft.bias is not None:
         shape = (*per_draft, draft.logits.shape[-1])
         check_tensor("draft.bias", draft.bias, shape, torch.float32, device, contiguous_last=True)
@@ -186,14 +218,9 @@ def _check(
             "draft: got logits without logq or sampling, want both (saguaro_sample returns logq), "
             "or logits=None for one-hot drafts"
         )
-    check("draft.sampling.temperature", draft.sampling.temperature, per_request, torch.float32)
     filters = draft.sampling.top_k, draft.sampling.top_p, draft.sampling.min_p
     if draft.cutoff is None and any(its is not None for its in filters):
         raise ConfigError(
             "draft.cutoff: got None with a filter in draft.sampling, want the cutoff and cutoff_id "
             "that saguaro_sample returned: they say which ids the draft was drawn from"
         )
-    for edge, others in (("cutoff", ("cutoff_id",)), ("downweight", ("scale_logit", "scale_id"))):
-        missing = [name for name in others if getattr(draft, name) is None]
-        if getattr(draft, edge) is not None and missing:
-            raise ConfigError(f"draft.{edge}: got it without {missing[0]}, want both")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from ..distribution import (
@@ -13,12 +15,14 @@ from ..distribution import (
     cutoff_reference,
     is_within_reference,
     log_prob_reference,
+    sampling_reference,
 )
-from ..distribution.reference import exp_reference
+from ..distribution.reference import exp_reference, log_downweight_reference
 from ..rng import Keys, Stream, gumbel_reference, uniform_reference
 from .contract import DRAFT_NAN, MASS_FLOOR, NO_INPUTS, Draft, Inputs, Verdict
 
 
+@torch.no_grad()
 def verify_reference(
     target_logits: torch.Tensor,
     draft: Draft,
@@ -33,6 +37,8 @@ def verify_reference(
 ) -> Verdict:
     """`verify` in plain torch; float64 logits stay float64. `uniforms` [B, K] injects u."""
     rule = "block" if rule == "hsd" else rule
+    draft = _settled(draft)
+    target_sampling = sampling_reference(target_sampling)
     tokens, device = draft.tokens, draft.tokens.device
     num_requests, num_steps = tokens.shape
     rows = _TargetRows(target_logits, target_sampling, bias, row_index, inputs)
@@ -97,6 +103,13 @@ def verify_reference(
     output = output.masked_fill(position >= num_accepted[:, None], PAD)
     output = output.scatter(1, num_accepted[:, None], extra[:, None])
     return Verdict(num_accepted.to(torch.int32), output, worst)
+
+
+def _settled(draft: Draft) -> Draft:
+    """The draft with the numbers and temperatures that act."""
+    sampling = None if draft.sampling is None else sampling_reference(draft.sampling)
+    num_draft = draft.num_draft.clamp(0, draft.tokens.shape[1])
+    return dataclasses.replace(draft, num_draft=num_draft, sampling=sampling)
 
 
 def _block_rule(
@@ -234,7 +247,7 @@ def _log_q(rows: _TargetRows, draft: Draft, b: torch.Tensor, i: torch.Tensor) ->
         # lse counts from a scaled token, log q(d) already holds its log C.
         edge = scale_logit, scale_id
         scaled = is_within_reference(z_token[:, None], own_token[:, None], *edge)[:, 0]
-        lse = torch.where(scaled, lse + downweight.to(rows.dtype).log(), lse)
+        lse = torch.where(scaled, lse + log_downweight_reference(downweight).to(rows.dtype), lse)
     log_q = log_prob_reference(
         z,
         torch.where(is_point, 1.0, draft.sampling.temperature[b]),
@@ -289,9 +302,10 @@ def _to_draft_ids(draft: Draft, ids: torch.Tensor) -> torch.Tensor:
     """The draft's ids of target ids; beyond V_draft where it has none."""
     if draft.vocab_map is None:
         return ids
-    own = draft.vocab_map[ids.clamp(0, len(draft.vocab_map) - 1)].to(torch.int64)
+    known = (ids >= 0) & (ids < len(draft.vocab_map))
+    own = draft.vocab_map[torch.where(known, ids, 0)].to(torch.int64)
     # An id without a draft id ranks below all: -1 would stand at the edge of an unfiltered row.
-    return own.masked_fill(own < 0, 2**31 - 1)
+    return own.masked_fill(~known | (own < 0), 2**31 - 1)
 
 
 def _gather(rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -14,9 +14,11 @@ import triton.language as tl
 from ..distribution.rows import (
     _INF,
     _NEG_INF,
+    _bounded,
     _clean,
     _finite_or_zero,
     _is_within,
+    _load_temperature,
     _log,
     _reciprocal,
     _row_log_prob,
@@ -37,6 +39,12 @@ def _row_offset(row_index_ptr, b, i, num_rows, stride_b, stride_i, ALIGNED: tl.c
     if ALIGNED:
         offset *= 16
     return offset
+
+
+@triton.jit
+def _load_num_draft(ptr, num_steps):
+    """How many drafts a request has, 0..K whatever is written there."""
+    return tl.minimum(tl.maximum(tl.load(ptr), 0), num_steps)
 
 
 @triton.jit
@@ -331,10 +339,10 @@ def _load_draft_row(
     scale_logit, scale_id, log_c = float("inf"), token * 0 - 1, 0.0
     if downweight_ptr is not None:
         scale_logit, scale_id = tl.load(scale_logit_ptr + at), tl.load(scale_id_ptr + at)
-        log_c = _log(tl.load(downweight_ptr + b))
+        log_c = _log(_bounded(tl.load(downweight_ptr + b), 1.0))
         # lse counts from a scaled token, log q(d) already holds its log C.
         lse += tl.where(_is_within(anchor, own, scale_logit, scale_id), log_c, 0.0)
     return (
-        row_ptr, bias_row, tl.load(temperature_ptr + b), token, anchor, lse, cutoff, cutoff_id,
-        scale_logit, scale_id, log_c,
+        row_ptr, bias_row, _load_temperature(temperature_ptr + b), token, anchor, lse, cutoff,
+        cutoff_id, scale_logit, scale_id, log_c,
     )  # fmt: skip

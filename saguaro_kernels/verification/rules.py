@@ -12,6 +12,7 @@ from ..distribution.rows import (
     _clean,
     _finite_or_zero,
     _is_within,
+    _load_temperature,
     _reciprocal,
 )
 from .rows import _load_cutoff, _log_sum, _merge_rows, _row_offset
@@ -23,7 +24,7 @@ def _is_one_hot(draft_ptr, one_hot_ptr, temperature_ptr, b):
     if draft_ptr is None:
         return tl.full([], 1, tl.int32)
     else:
-        one_hot = (tl.load(temperature_ptr + b) <= 0).to(tl.int32)
+        one_hot = (_load_temperature(temperature_ptr + b) <= 0).to(tl.int32)
         if one_hot_ptr is not None:
             one_hot = tl.maximum(one_hot, tl.load(one_hot_ptr + b).to(tl.int32))
         return one_hot

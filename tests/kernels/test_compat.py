@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import oracles
-from saguaro_kernels import ConfigError, ShapeError
+from saguaro_kernels import ConfigError, ShapeError, Stream, compat
 from saguaro_kernels.compat import chain_speculative_sampling, rejection_sample
+from saguaro_kernels.verification import reference
 
 P_ROW = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.15, 0.05])
 Q_ROW = torch.tensor([0.3, 0.3, 0.02, 0.18, 0.1, 0.1])
@@ -69,27 +70,33 @@ def test_chain_outputs() -> None:
     assert not torch.equal(*drawn)
 
 
-def test_chain_law_of_unnormalised_rows() -> None:
-    """Rows whose mass is not 1 count by their measured mass."""
+def chain_laws(draws: int) -> dict[str, bool]:
+    """What holds of rows whose mass is not 1, which count by their measured mass."""
     generator = torch.Generator().manual_seed(4)
-    tokens = torch.multinomial(Q_ROW, 2 * DRAWS, True, generator=generator).view(DRAWS, 2)
-    draft = (0.9 * Q_ROW).expand(DRAWS, 2, 6)
-    target = (1.1 * P_ROW).expand(DRAWS, 3, 6)
+    tokens = torch.multinomial(Q_ROW, 2 * draws, True, generator=generator).view(draws, 2)
+    draft = (0.9 * Q_ROW).expand(draws, 2, 6)
+    target = (1.1 * P_ROW).expand(draws, 3, 6)
     output, accepted, emitted = chain_speculative_sampling(
         draft, tokens, target, seed=4, impl="reference"
     )
-    rest = torch.multinomial(P_ROW, 3 * DRAWS, True, generator=generator).view(DRAWS, 3)
+    rest = torch.multinomial(P_ROW, 3 * draws, True, generator=generator).view(draws, 3)
     text = torch.where(output < 0, rest, output.long())
     counts = np.bincount((text @ torch.tensor([36, 6, 1])).numpy(), minlength=216)
     law = np.einsum("i,j,k->ijk", *[P_ROW.double().numpy()] * 3).ravel()
-    assert oracles.follows(counts, law / law.sum())
     overlap = float(torch.minimum(P_ROW, Q_ROW).sum())
     rate = float(accepted.double().mean()) / 2
-    assert abs(rate - overlap) < 5 * (overlap / DRAWS) ** 0.5
     # Where the first draft was refused, the second token's law is untouched: text alone decides.
     recovered = np.bincount(output[emitted == 0, 0].numpy(), minlength=6)
     residual = (P_ROW - Q_ROW).clamp(min=0).double().numpy()
-    assert oracles.follows(recovered, residual / residual.sum())
+    return {
+        "text": oracles.follows(counts, law / law.sum()),
+        "rate": abs(rate - overlap) < 5 * (overlap / draws) ** 0.5,
+        "recovered": oracles.follows(recovered, residual / residual.sum()),
+    }
+
+
+def test_chain_law_of_unnormalised_rows() -> None:
+    assert all(chain_laws(DRAWS).values())
 
 
 NUMBERS = [3, 0, 2, 1]
@@ -140,9 +147,8 @@ def test_rejection_sample(temperature: list[float] | None, deterministic: bool) 
     assert torch.equal(same, output)
 
 
-def test_rejection_sample_law() -> None:
-    """Ragged rows at scale: the text of each position follows p, its drafts refused or not."""
-    count = DRAWS // 2
+def rejection_laws(count: int) -> dict[str, bool]:
+    """What holds of ragged rows: the text of each position follows p, its drafts refused or not."""
     generator = torch.Generator().manual_seed(6)
     numbers = [1, 2] * (count // 2)
     total = sum(numbers)
@@ -153,14 +159,35 @@ def test_rejection_sample_law() -> None:
         P_ROW.log().expand(total, 6), bonus, seed=6, impl="reference",
     )  # fmt: skip
     law = P_ROW.double().numpy() / float(P_ROW.double().sum())
-    for position in (0, 1):
-        emitted = output[output[:, position] >= 0, position]
-        counts = np.bincount(emitted.numpy(), minlength=6)
-        if position == 0:
-            assert oracles.follows(counts, law)
-        else:
-            # Given that the first draft stood, the second token's law is p again.
-            assert oracles.chi_square_p(counts, law) >= oracles.ALPHA
+    first, second = (np.bincount(output[output[:, i] >= 0, i].numpy(), minlength=6) for i in (0, 1))
+    # Given that the first draft stood, the second token's law is p again.
+    follows = oracles.chi_square_p(second, law) >= oracles.ALPHA
+    return {"first": oracles.follows(first, law), "second": follows}
+
+
+def test_rejection_sample_law() -> None:
+    assert all(rejection_laws(DRAWS // 2).values())
+
+
+def test_recovered_tokens_of_another_law_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn from p instead of the residual: the same checks fail."""
+
+    def draw_from_p(rows, draft, b, i, log_scale, keys):
+        return rows.draw(rows.load(b, i)[0], b, i, keys, Stream.EXTRA)
+
+    monkeypatch.setattr(reference, "_draw_residual", draw_from_p)
+    laws = chain_laws(DRAWS // 4)
+    assert laws == {"text": False, "rate": True, "recovered": False}
+    assert rejection_laws(DRAWS // 4) == {"first": False, "second": False}
+
+
+def test_masses_that_are_ignored_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A q of mass .9 taken for a probability: more is accepted than may be."""
+    whole = compat._log_of_token
+    monkeypatch.setattr(
+        compat, "_log_of_token", lambda probs, tokens: whole(probs, tokens) + probs.sum(-1).log()
+    )
+    assert not chain_laws(DRAWS // 4)["text"]
 
 
 def test_errors_and_empty_batches() -> None:

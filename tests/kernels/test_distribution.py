@@ -463,7 +463,7 @@ def test_arguments_are_checked(device):
     logits, ones = torch.zeros(2, 8, device=device), torch.ones(2, device=device)
     with pytest.raises(ShapeError, match=r"logits: got shape \[8\]"):
         row_stats(logits[0], Sampling(ones))
-    with pytest.raises(ShapeError, match="vocabulary"):
+    with pytest.raises(ShapeError, match="V >= 1"):
         row_stats(logits[:, :0], Sampling(ones))
     with pytest.raises(ShapeError, match="contiguous"):
         row_stats(torch.zeros(8, 2, device=device).t(), Sampling(ones))

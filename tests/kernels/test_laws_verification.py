@@ -243,7 +243,7 @@ def iid_round(
     c = None if scale is None else torch.tensor([scale])
     sample = saguaro_sample(
         logits, row, Keys(keys.seed[:1], keys.base[:1]), offset=0, impl="reference",
-        scheme="plain" if c is None else "downweight", scale_f=2, downweight=c,
+        scheme="plain" if c is None else "downweight", scale_f=0 if c is None else 2, downweight=c,
     )  # fmt: skip
     names = ("cutoff", "cutoff_id", "scale_logit", "scale_id")
     edges = {name: getattr(sample, name) for name in names}
