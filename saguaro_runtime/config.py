@@ -51,7 +51,8 @@ class EngineConfig:
         rule: verification rule; "hsd" is another name of "block".
         k: tokens drafted per round, 1..64.
         branches: outcomes prepared per request and round ("ssd"), 1..1024.
-        ranking: how outcomes are ranked; "auto" looks at the request's temperature.
+        ranking: how outcomes are ranked; "auto" looks at the request's temperature,
+            and under `policy="auto"` at what was found with either.
         allocation: how branches are shared among accepted lengths: "uniform"; "histogram", by the
             lengths seen so far (Theorem 12 of the paper); or "best", the likeliest outcomes of all
             lengths by an estimate of the acceptance that learns as it goes.
