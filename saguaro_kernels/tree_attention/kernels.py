@@ -160,16 +160,17 @@ def _tree_attention_kernel(
         acc = _dot(weight.to(v.dtype), v, acc * fade[:, None], INTERPRETED)
         top = new_top
 
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    acc = tl.where(used[:, None], acc, 0.0)
+    # Who saw nothing is 0 even beside a NaN that others saw; a NaN that was seen stays one.
+    blind = total == 0.0
+    acc = tl.where(blind[:, None], 0.0, acc) / tl.where(blind, 1.0, total)[:, None]
     batch = tl.num_programs(0) // row_blocks // kv_heads
     out_row = (request * branches + branch) * (kv_heads * GROUP) + query_head
     written = branch < branches
     if SPLIT:
         out_row += split.to(tl.int64) * batch * branches * (kv_heads * GROUP)
-        lse = tl.where(total > 0.0, top + tl.log2(tl.where(total > 0.0, total, 1.0)), float("-inf"))
+        lse = tl.where(blind, float("-inf"), top + tl.log2(tl.where(blind, 1.0, total)))
         tl.store(lse_ptr + out_row, lse, mask=written)
-        written &= total > 0.0
+        written &= total != 0.0
     tl.store(
         out_ptr + out_row[:, None] * HEAD_DIM + d[None, :],
         acc.to(out_ptr.dtype.element_ty),
@@ -195,7 +196,7 @@ def _tree_attention_merge_kernel(
     lse = tl.load(
         lse_ptr + split * rows.to(tl.int64) + row, mask=split < splits, other=float("-inf")
     )
-    filled = lse > float("-inf")
+    filled = lse != float("-inf")
     top = tl.max(lse, 0)
     weight = tl.where(filled, tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top)), 0.0)
     partial = tl.load(

@@ -40,7 +40,7 @@ def tree_attention_config(
     block_rows = min(max(32 if wide else 16, triton.next_power_of_2(rows)), most)
     # As many keys as registers hold beside the output: more spill on sm_80 and gfx942.
     block_keys = 16 if wide or block_d == 256 or block_rows * block_d >= 32768 else 64
-    num_warps = 8 if wide or block_d == 256 or block_rows > 64 else 4
+    num_warps = 16 if wide else 8 if block_d == 256 or block_rows > 64 else 4
     row_blocks = triton.cdiv(rows, block_rows)
     least = max(128, triton.next_power_of_2(4 * min(rows, block_rows)))
     splits = min(_PROGRAMS // max(1, programs * row_blocks), capacity // least)

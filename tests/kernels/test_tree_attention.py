@@ -374,6 +374,16 @@ def test_empty_batches(impl, device):
     assert run(case, impl, device).shape == (0, 2, 3, 16)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("trunk", [20, 900], ids=["whole", "split"])
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_a_nan_that_is_seen_is_not_hidden(impl, trunk, part, device):
+    case = make_case(trunk=[trunk], depth=[[0, -1]], draft_len=4, step=0)
+    getattr(case, part)[case.table[0, 0], 3] = float("nan")  # slot 3, of the trunk
+    out = run(case, impl, device)
+    assert out[0, 0].isnan().all() and (out[0, 1] == 0).all()
+
+
 def test_the_workspace_is_the_callers(device):
     case = make_case(trunk=[900], depth=[[0, 1]], draft_len=4, step=0)
     size = tree_attention_workspace(case.query, case.keys, case.table)
