@@ -193,7 +193,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", type=files.output, metavar="FILE")
     options = parser.parse_args(arguments)
     from saguaro_runtime.demo.model import load_pair
-    from saguaro_runtime.models.transformers import load_draft, load_model
+    from saguaro_runtime.models.loading import load_draft, load_model
 
     paths = (options.target, options.draft) if options.target else load_pair()
     transformers.utils.logging.disable_progress_bar()

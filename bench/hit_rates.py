@@ -329,7 +329,7 @@ def _real_pairs(
     import transformers
 
     from saguaro_runtime.demo.model import load_pair
-    from saguaro_runtime.models.transformers import load_draft, load_model
+    from saguaro_runtime.models.loading import load_draft, load_model
 
     from .equality import chat_prompts, code_prompts
 

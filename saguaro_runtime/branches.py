@@ -7,9 +7,10 @@ import torch
 from saguaro_kernels import PAD
 from saguaro_kernels.cache import SpeculationCache
 
+from .chains import ChainStore, allocate_on
 from .drafting import Drafter
 from .expectations import Predictor
-from .round import ChainStore, Turn, allocate_on
+from .round import Turn
 from .transfer import Mailbox
 
 

@@ -14,6 +14,7 @@ import torch
 from saguaro_kernels.cache import fit_cache_size
 from saguaro_kernels.errors import ConfigError
 
+from .chains import vocab_map_of
 from .config import EngineConfig
 from .devices import check_loaded, check_pair, device_of_model, places
 from .graphs import Graphs, draft_graphs, target_graphs
@@ -22,7 +23,6 @@ from .metrics import Timeline
 from .models import Model, as_model
 from .models.flash import check_machine, page_size
 from .ngram import NGRAM, NgramDrafter
-from .round import vocab_map_of
 from .speculator import Speculator
 from .transfer import CPU, Seat
 
@@ -55,7 +55,7 @@ def build_target(target: Any, config: EngineConfig, tokenizer: Any = None) -> Bu
         from transformers import AutoTokenizer
 
         from .models.gguf_folder import folder_of
-        from .models.transformers import load_model
+        from .models.loading import load_model
 
         path = folder_of(str(target))
         target = load_model(path, device=device)
@@ -138,7 +138,7 @@ def build_lane(draft: Any, target: Built, config: EngineConfig) -> Lane | None:
         return InlineLane(drafter)
     if isinstance(draft, str | Path):
         from .models.gguf_folder import folder_of
-        from .models.transformers import check_same_tokenizer, load_draft
+        from .models.loading import check_same_tokenizer, load_draft
 
         path = folder_of(str(draft))
         check_same_tokenizer(path, target.tokenizer)

@@ -11,10 +11,11 @@ import torch
 from saguaro_kernels import Sample, Stream, saguaro_sample
 from saguaro_kernels._launch import Impl
 
+from .chains import Allocate, ChainStore, vocab_map_of
 from .history import History
 from .metrics import Timeline
 from .models.protocol import Model
-from .round import Admission, Allocate, ChainStore, Decision, RowTable, Turn, vocab_map_of
+from .round import Admission, Decision, RowTable, Turn
 from .transfer import send
 
 

@@ -22,12 +22,12 @@ from saguaro_kernels.errors import ConfigError
 
 from .background import Background
 from .build import build_lane, build_target, fit_memory, settle_method, share_cores
+from .chains import ChainStore, allocate_on
 from .config import EngineConfig
 from .metrics import Span
 from .metrics.stats import Stats
 from .params import SamplingParams
 from .requests import Output, Prompt, Request
-from .round import ChainStore, allocate_on
 from .scheduler import Scheduler
 from .transfer import send
 from .verifier import Verifier

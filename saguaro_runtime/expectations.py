@@ -12,8 +12,9 @@ from saguaro_kernels.distribution.reference import exp_reference
 from saguaro_kernels.outcomes import allocate_fan_out, predict_outcomes
 
 from .acceptance import AcceptanceModel, OutcomeStatistics, kinds
+from .chains import ChainStore
 from .drafting import Drafter
-from .round import ChainStore, Turn
+from .round import Turn
 from .transfer import CPU
 
 

@@ -7,7 +7,8 @@ import torch
 from saguaro_kernels._launch import Impl
 from saguaro_kernels.ngram import ngram_propose
 
-from .round import ChainStore, Turn
+from .chains import ChainStore
+from .round import Turn
 from .transfer import CPU, send
 
 

@@ -12,9 +12,10 @@ import torch
 
 from saguaro_kernels._launch import Impl
 
+from .chains import ChainStore, allocate_on
 from .history import History
 from .metrics import Span, Timeline
-from .round import Admission, ChainStore, Reply, Turn, allocate_on
+from .round import Admission, Reply, Turn
 from .transfer import CPU
 
 NGRAM = "ngram"

@@ -22,13 +22,14 @@ from saguaro_kernels import Stream
 from saguaro_kernels._launch import Impl
 
 from .branches import Branches
+from .chains import Allocate, allocate_on
 from .config import Rule
 from .drafting import Drafter
 from .graphs import Graphs
 from .metrics import Span, Timeline
 from .models.protocol import Model
 from .params import SamplingParams
-from .round import BROKEN, Admission, Allocate, Decision, Reply, Turn, allocate_on
+from .round import BROKEN, Admission, Decision, Reply, Turn
 from .transfer import send
 
 

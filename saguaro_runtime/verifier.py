@@ -12,13 +12,14 @@ from saguaro_kernels import Keys, Sampling, Status
 from saguaro_kernels._launch import Impl
 from saguaro_kernels.verification import Draft, Verdict, verify
 
+from .chains import ChainStore
 from .config import Rule
 from .graphs import Graphs
 from .metrics import Timeline
 from .models.protocol import Model
 from .processors import Logprobs, edit_rows, logprobs_of
 from .requests import Request
-from .round import ChainStore, Decision, Turn
+from .round import Decision, Turn
 from .transfer import Mailbox
 
 

@@ -170,7 +170,7 @@ def load(target_path: str, draft_path: str, dtype: str) -> Pair:
     from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-    from ..models.transformers import load_draft, load_model
+    from ..models.loading import load_draft, load_model
 
     disable_progress_bar()  # transformers' own; ours covers the whole load
     set_verbosity_error()  # its assisted generation warns of its own calls

@@ -18,7 +18,7 @@ from ..cli.doctor import faster_dtype
 from ..cli.generate import encode
 from ..models.draft import DRAFT_VOCAB
 from ..models.gguf_folder import folder_of
-from ..models.transformers import check_same_tokenizer, load_draft, load_model
+from ..models.loading import check_same_tokenizer, load_draft, load_model
 from .measure import measure
 from .progress import Interruptions, Progress, say
 from .prompts import read_prompts, split_prompts

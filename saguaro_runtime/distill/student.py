@@ -17,8 +17,7 @@ from safetensors.torch import save_file
 
 from saguaro_kernels.errors import ConfigError, UnsupportedError
 
-from ..models.draft import own_weights
-from ..models.transformers import SHARED_EMBEDDINGS
+from ..models.draft import SHARED_EMBEDDINGS, own_weights
 
 FAMILIES = {
     "gpt2": "transformer.h",

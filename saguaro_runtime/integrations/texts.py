@@ -22,13 +22,11 @@ from ..build import Built, build_lane, lane_on
 from ..config import EngineConfig
 from ..lanes import Lane
 from ..models import Model
+from ..models.draft import SHARED_EMBEDDINGS
 from ..ngram import NGRAM
 from ..params import SamplingParams
 from ..policy import decide
 from ..round import Admission, Turn
-
-SHARED_EMBEDDINGS = "saguaro_shared_embeddings"
-"""As in models.transformers, which is not imported for a name."""
 
 _ROOM = 512
 """Slots given to a text beyond its length; when they are used up it is prefilled anew."""

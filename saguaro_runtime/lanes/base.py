@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+from ..chains import ChainStore
 from ..metrics import Span
-from ..round import BROKEN, Admission, ChainStore, Reply, Turn
+from ..round import BROKEN, Admission, Reply, Turn
 
 _BROKEN_FAULT = "the draft's logits are NaN or all -inf at times"
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from ..chains import ChainStore
 from ..metrics import Span
 from ..ngram import NgramDrafter
-from ..round import Admission, ChainStore, Reply, Turn
+from ..round import Admission, Reply, Turn
 from ..speculator import Speculator
 from .base import note_broken_rows
 

@@ -12,8 +12,9 @@ import torch
 
 from saguaro_kernels.errors import SaguaroError
 
+from ..chains import ChainStore
 from ..metrics import KEPT_SPANS, Span
-from ..round import Admission, ChainStore, Reply, Turn
+from ..round import Admission, Reply, Turn
 from .base import note_broken_rows
 from .child import Child, Lost
 from .memory import Arena, file_of

@@ -22,8 +22,9 @@ from typing import Any, TypeVar
 import torch
 
 from .. import transfer
+from ..chains import ChainStore, allocate_on
 from ..metrics import Span, Timeline
-from ..round import ChainStore, Reply, Turn, allocate_on
+from ..round import Reply, Turn
 from ..speculator import Speculator
 from ..transfer import Crossing, Seat
 from .inline import InlineLane

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..chains import ChainStore
 from ..metrics import Span, Timeline
-from ..round import ChainStore, Turn
+from ..round import Turn
 from ..speculator import Speculator
 from .memory import Arena, padded_bytes
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from saguaro_kernels.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SHARED_EMBEDDINGS = "saguaro_shared_embeddings"
+"""Set in a draft's config.json when its embedding and head are the target's and not stored."""
 
 DRAFT_VOCAB = "saguaro_draft_vocab"
 """Ascending ids [D] int64 among a draft's weights: it has logits for these ids of the target alone.

@@ -14,7 +14,7 @@ import torch
 from saguaro_runtime import ConfigError, Engine, EngineConfig, SamplingParams, cli
 from saguaro_runtime.cli import doctor
 from saguaro_runtime.devices import places
-from saguaro_runtime.models import transformers as loading
+from saguaro_runtime.models import loading
 
 OPTIONS: dict[str, Any] = {"k": 2, "branches": 4, "max_batch": 1, "max_tokens": 512}
 

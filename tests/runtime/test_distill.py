@@ -37,7 +37,7 @@ from saguaro_runtime.distill.student import (
 from saguaro_runtime.distill.texts import Text, Writer, frequent_ids, load_chunk, save_chunk
 from saguaro_runtime.distill.train import Trainer
 from saguaro_runtime.models.draft import DRAFT_VOCAB
-from saguaro_runtime.models.transformers import load_draft, load_model
+from saguaro_runtime.models.loading import load_draft, load_model
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"

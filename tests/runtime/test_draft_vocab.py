@@ -22,7 +22,7 @@ from saguaro_runtime.demo.measure import AssistedRun
 from saguaro_runtime.distill.student import student_config, student_weights, write_student
 from saguaro_runtime.integrations.candidates import SaguaroCandidateGenerator
 from saguaro_runtime.models.draft import DRAFT_VOCAB, all_logits, restrict_vocab, whole_vocab
-from saguaro_runtime.models.transformers import load_draft
+from saguaro_runtime.models.loading import load_draft
 
 GOLDEN = oracles.load_golden()
 ROWS = 256

@@ -13,7 +13,7 @@ from saguaro_runtime.demo.model import load_pair
 from saguaro_runtime.integrations.candidates import SaguaroCandidateGenerator
 from saguaro_runtime.integrations.transformers import Saguaro
 from saguaro_runtime.models.draft import whole_vocab
-from saguaro_runtime.models.transformers import load_draft, load_model
+from saguaro_runtime.models.loading import load_draft, load_model
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 

@@ -18,7 +18,7 @@ import oracles
 import saguaro_runtime
 from saguaro_runtime import ConfigError, UnsupportedError
 from saguaro_runtime.integrations import vllm
-from saguaro_runtime.models.transformers import SHARED_EMBEDDINGS
+from saguaro_runtime.models.draft import SHARED_EMBEDDINGS
 
 P = torch.tensor([[0.05, 0.4, 0.1, 0.25, 0.2], [0.3, 0.3, 0.2, 0.1, 0.1]]).log()
 Q = torch.tensor([0.3, 0.2, 0.1, 0.25, 0.15])

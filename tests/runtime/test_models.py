@@ -12,12 +12,9 @@ import torch
 import transformers
 
 from saguaro_runtime import ConfigError, Engine, EngineConfig, SamplingParams, UnsupportedError
-from saguaro_runtime.models.transformers import (
-    SHARED_EMBEDDINGS,
-    TransformersModel,
-    load_draft,
-    load_model,
-)
+from saguaro_runtime.models.draft import SHARED_EMBEDDINGS
+from saguaro_runtime.models.loading import load_draft, load_model
+from saguaro_runtime.models.transformers import TransformersModel
 
 SIZES = {"vocab_size": 61, "max_position_embeddings": 256}
 FAMILIES = {

@@ -15,7 +15,7 @@ def equality() -> Equality:
     import transformers
 
     from saguaro_runtime.demo.model import load_pair
-    from saguaro_runtime.models.transformers import load_draft, load_model
+    from saguaro_runtime.models.loading import load_draft, load_model
 
     target_path, draft_path = load_pair()
     tokenizer = transformers.AutoTokenizer.from_pretrained(target_path)
