@@ -224,7 +224,8 @@ def run(
         "transformers' assisted": AssistedRun(pair.target, assistant_model=pair.draft),
         "transformers' prompt lookup": AssistedRun(pair.target, prompt_lookup_num_tokens=3),
     }
-    temperatures, sizes = ((0.0, 1.0), (1,)) if settings.quick else (TEMPERATURES, BATCHES)
+    temperatures = settings.temperatures or ((0.0, 1.0) if settings.quick else TEMPERATURES)
+    sizes = settings.sizes or ((1,) if settings.quick else tuple(BATCHES))
     cells = [its for its in itertools.product(temperatures, sizes) if its not in (done or ())]
     with opened(pair, [*compared, *changed] if cells else []) as runs:
         for temperature, size in cells:
@@ -233,7 +234,7 @@ def run(
                 here += [Variant(name, alone) for name in others]
             # Every batch is the same work: no text ends early.
             params = SamplingParams(settings.tokens, temperature, ignore_eos=True)
-            batches = batches_of(prompts, size, settings.batches or BATCHES[size])
+            batches = batches_of(prompts, size, settings.batches or BATCHES.get(size, 2))
             yield cell(runs | others, here, batches, params)
 
 
@@ -331,6 +332,9 @@ def main(arguments: Sequence[str]) -> int:
     add("--target", metavar="PATH", help="default: the demo's pair")
     add("--draft", metavar="PATH")
     add("--quick", action="store_true", help="batch 1, T = 0 and 1, methods only: 2 minutes")
+    add("--prompts", choices=("both", "chat", "code"), default="both", help="(%(default)s)")
+    add("--temperatures", type=float, nargs="+", metavar="T", help=f"default: {TEMPERATURES}")
+    add("--sizes", type=int, nargs="+", metavar="B", help=f"of batches; default: {(*BATCHES,)}")
     add("--batches", type=int, help=f"of each size; default: {BATCHES}")
     add("--tokens", type=int, default=24, help="per prompt (%(default)s)")
     add("--k", type=int, default=2)
@@ -351,7 +355,10 @@ def main(arguments: Sequence[str]) -> int:
 
     target, draft = (options.target, options.draft) if options.target else load_pair()
     dtype = faster_dtype()
-    names = ("target", "draft", "quick", "batches", "tokens", "k", "branches")
+    names = (
+        "target", "draft", "quick", "prompts", "temperatures", "sizes", "batches", "tokens", "k",
+        "branches",
+    )  # fmt: skip
     settings = {name: getattr(options, name) for name in names} | {"dtype": dtype}
     found = {"machine": report.machine(), "versions": versions(), "settings": settings}
     rows: list[Row] = []
@@ -360,8 +367,9 @@ def main(arguments: Sequence[str]) -> int:
         if all(before.get(name) == found[name] for name in found):
             rows = read(options.json)[1]
     pair = load(target, draft, dtype)
-    both = zip(chat_prompts(pair.tokenizer, 8), code_prompts(pair.tokenizer, 8), strict=True)
-    prompts = list(itertools.chain.from_iterable(both))
+    chat, code = (its(pair.tokenizer, 8) for its in (chat_prompts, code_prompts))
+    both = list(itertools.chain.from_iterable(zip(chat, code, strict=True)))
+    prompts = {"both": both, "chat": chat, "code": code}[options.prompts]
     for measured in run(pair, prompts, options, {(row.temperature, row.batch) for row in rows}):
         rows += measured
         if options.json:

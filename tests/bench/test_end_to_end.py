@@ -144,7 +144,9 @@ def fakes(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> dict[str, floa
     return paces
 
 
-SETTINGS = argparse.Namespace(quick=False, k=2, branches=12, tokens=4, batches=2)
+SETTINGS = argparse.Namespace(
+    quick=False, k=2, branches=12, tokens=4, batches=2, temperatures=None, sizes=None
+)
 
 
 def test_cells_and_table(fakes: dict[str, float]) -> None:
@@ -161,6 +163,9 @@ def test_cells_and_table(fakes: dict[str, float]) -> None:
     assert {row.same_texts for row in rows if row.temperature} == {"-"}
     rest = list(end_to_end.run(pair, [[1], [2]], SETTINGS, set(found[:7])))
     assert [(its[0].temperature, its[0].batch) for its in rest] == found[7:]
+    few = argparse.Namespace(**{**vars(SETTINGS), "temperatures": [0.3], "sizes": [2, 1]})
+    cells = list(end_to_end.run(pair, [[1], [2]], few))
+    assert [(its[0].temperature, its[0].batch) for its in cells] == [(0.3, 2), (0.3, 1)]
 
 
 def test_a_loss_against_sd_is_named_and_fails(fakes: dict[str, float]) -> None:
