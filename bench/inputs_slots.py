@@ -29,6 +29,11 @@ def _pages(shape: Shape, slots: int, device: str) -> tuple[torch.Tensor, int]:
     return order.view(shape["B"], per_request).to(torch.int32).to(device), len(order)
 
 
+def _depths(B: int, M: int, K: int, device: str) -> torch.Tensor:
+    """Accepted lengths of M branches of B requests, one after the other: [B, M] int32."""
+    return (torch.arange(M, device=device, dtype=torch.int32) % (K + 1)).repeat(B, 1)
+
+
 def attention_inputs(shape: Shape, dtype: torch.dtype, device: str) -> SimpleNamespace:
     """M branches of B requests at the last tree step, over a trunk of L keys."""
     B, M, K, D = shape["B"], shape["M"], shape["K"], shape["D"]
@@ -45,7 +50,7 @@ def attention_inputs(shape: Shape, dtype: torch.dtype, device: str) -> SimpleNam
         values=random(pages, shape.get("page", PAGE), kv_heads, D),
         table=table,
         trunk=torch.full((B,), shape["L"], dtype=torch.int32, device=device),
-        depth=(torch.arange(M, device=device, dtype=torch.int32) % (K + 1)).repeat(B, 1),
+        depth=_depths(B, M, K, device),
         draft_len=K,
     )
 
@@ -168,7 +173,7 @@ def layout_inputs(shape: Shape, dtype: torch.dtype, device: str) -> SimpleNamesp
     B, M, K = shape["B"], shape["M"], shape["K"]
     table, _ = _pages(shape, 256 + K + 1 + (K + 1) * M, device)
     return SimpleNamespace(
-        depth=(torch.arange(M, device=device, dtype=torch.int32) % (K + 1)).repeat(B, 1),
+        depth=_depths(B, M, K, device),
         tokens=torch.arange(B * M, device=device).view(B, M),
         trunk=torch.full((B,), 256, dtype=torch.int32, device=device),
         table=table,
