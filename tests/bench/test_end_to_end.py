@@ -9,31 +9,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import engine_stats
 import pytest
 
 from bench import end_to_end
 from saguaro_runtime import EngineConfig, SamplingParams
 from saguaro_runtime.demo.report import Variant
 
-STATS = {
-    "tokens_per_round": 2.0,
-    "accepted_per_round": 1.0,
-    "hit_rate": 0.5,
-    "overlap": 0.9,
-    "t_verify_ms": 60.0,
-    "t_draft_step_ms": 15.0,
+STATS = engine_stats.STATS | {
     "t_redraft_step_ms": 15.0,
-    "t_look_ahead_ms": 45.0,
-    "t_promote_ms": 4.0,
-    "t_overrun_ms": 3.0,
-    "t_host_ms": 5.0,
-    "prefill_s": 0.5,
-    "rounds": 10,
-    "rounds_by_source": {"first": 1, "asked": 9},
-    "tokens": 18,
-    "verifications": 10,
-    "tokens_per_round_after": {"hit": 2.5, "miss": 1.5},
-    "speculation": "on",
     "policy": {"method": "ssd", "k": 2, "branches": 12, "retry": 1, "why": "as configured"},
 }
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_stats import STATS
 
 from saguaro_runtime import EngineConfig, SamplingParams, cli
 from saguaro_runtime.compare import Comparison
@@ -20,28 +21,6 @@ from saguaro_runtime.demo import report as demo_report
 from saguaro_runtime.demo.cli import check_texts
 from saguaro_runtime.demo.measure import measure, opened
 from saguaro_runtime.demo.report import Variant, plan
-
-STATS = {
-    "tokens_per_round": 2.0,
-    "accepted_per_round": 1.0,
-    "hit_rate": 0.5,
-    "overlap": 0.9,
-    "t_verify_ms": 60.0,
-    "t_draft_step_ms": 15.0,
-    "t_redraft_step_ms": 12.0,
-    "t_look_ahead_ms": 45.0,
-    "t_sample_ms": 3.0,
-    "t_promote_ms": 4.0,
-    "t_overrun_ms": 3.0,
-    "t_host_ms": 5.0,
-    "prefill_s": 0.5,
-    "rounds": 10,
-    "rounds_by_source": {"first": 1, "asked": 9},
-    "tokens": 18,
-    "verifications": 10,
-    "tokens_per_round_after": {"hit": 2.5, "miss": 1.5},
-    "speculation": "on",
-}
 
 
 class FakeTokenizer:
