@@ -65,7 +65,7 @@ class ChainStore:
         self._scalars = allocate((len(self.SCALARS), *leading, draft_len), torch.float32)
         self._ids = allocate((len(self.IDS), *leading, draft_len), torch.int64)
         for names, fields in ((self.SCALARS, self._scalars), (self.IDS, self._ids)):
-            for name, field in zip(names, fields.unbind(0), strict=False):
+            for name, field in zip(names, fields.unbind(0), strict=True):
                 setattr(self, name, field)
         self.num_draft = allocate(leading, torch.int32)
         self.downweight = allocate(leading, torch.float32)
