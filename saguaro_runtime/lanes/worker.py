@@ -117,7 +117,7 @@ def store_bytes(
     def measure(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         nonlocal total
         total += padded_bytes(shape, dtype)
-        return torch.empty(0)
+        return torch.empty(shape, dtype=dtype, device="meta")
 
     ChainStore(leading, draft_len, vocab_size, dtype, measure)
     return total
