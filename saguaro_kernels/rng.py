@@ -68,7 +68,7 @@ def check_position(offset: torch.Tensor | int, stream: int) -> None:
     if not isinstance(offset, torch.Tensor):
         check_int("offset", offset, 0, (1 << OFFSET_BITS) - 1)
     if stream not in _STREAMS:
-        names = ", ".join(f"Stream.{its.name}" for its in Stream)
+        names = ", ".join(f"Stream.{stream.name}" for stream in Stream)
         raise ConfigError(f"stream: got {stream!r}, want one of {names}")
 
 

@@ -54,7 +54,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = next((home for home, its in _HOMES.items() if name in its), "saguaro_kernels.errors")
+    home = next((home for home, names in _HOMES.items() if name in names), "saguaro_kernels.errors")
     value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value

@@ -62,10 +62,10 @@ def compare_texts(
         logits = _last_logits(target, prefix)
         gap = float(logits.max() - logits[[first[part], second[part]]].min())
     else:
-        its = [its for its in rounds if its.base <= len(prefix)]
-        if config is None or not its or (draft is None and its[-1].drafted):
+        begun = [one for one in rounds if one.base <= len(prefix)]
+        if config is None or not begun or (draft is None and begun[-1].drafted):
             raise ConfigError("compare_texts: sampled runs need draft, config and rounds")
-        base, drafted = its[-1].base, its[-1].drafted
+        base, drafted = begun[-1].base, begun[-1].drafted
         gap = min(_gaps(prefix, base, drafted, params, target, draft, config.rule))
     return Comparison("near_tie" if gap < TIE else "different", part, gap)
 

@@ -124,7 +124,9 @@ class Engine:
         meanwhile = self.lane.meanwhile if self.lane else lambda: None
         judgement = self.verifier.verify(there, draft, sampling, keys, requests, meanwhile)
         finished = self.scheduler.commit(turn, judgement, hit)
-        self.timeline.rounds(((its.row, its.rounds[-1].source) for its in requests), start)
+        self.timeline.rounds(
+            ((request.row, request.rounds[-1].source) for request in requests), start
+        )
         self.scheduler.policy.observe(self._stats.collect(wait=False))
         self._release()
         return finished

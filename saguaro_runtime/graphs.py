@@ -72,7 +72,7 @@ class Graphs:
         try:
             pool = transfer.backend.graph_pool()
             # The largest first: what it needs only while it runs serves the others as well.
-            for bucket in sorted(self._buckets, key=lambda its: -its[0] * its[1]):
+            for bucket in sorted(self._buckets, key=lambda bucket: -bucket[0] * bucket[1]):
                 self._graphs[bucket] = self._capture(*bucket, pool)
         except Exception as error:
             self._graphs.clear()

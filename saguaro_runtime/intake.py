@@ -28,8 +28,8 @@ def new_request(
     ids = tokenizer(prompt).input_ids if isinstance(prompt, str) else [int(id) for id in prompt]
     if not ids:
         raise ConfigError("prompt: got no tokens, want at least one")
-    for name, its in (("prompt", ids), ("allowed_token_ids", params.allowed_token_ids or ())):
-        if not all(0 <= id < vocab for id in its):
+    for name, token_ids in (("prompt", ids), ("allowed_token_ids", params.allowed_token_ids or ())):
+        if not all(0 <= id < vocab for id in token_ids):
             raise ConfigError(f"{name}: token ids must lie in 0..{vocab - 1}")
     if len(ids) >= built.max_length:
         raise ConfigError(f"prompt: {len(ids)} tokens, the model holds {built.max_length}")

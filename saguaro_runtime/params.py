@@ -81,9 +81,9 @@ class SamplingParams:
         _require("max_new_tokens, seed", (most, self.seed), "integers", whole)
         _require("max_new_tokens", most, ">= 0", most >= 0)
         _require("temperature", self.temperature, "in [0, 1e6]", 0 <= self.temperature <= 1e6)
-        its = self.top_k
-        good = its is None or (isinstance(its, int) and 1 <= its < 2**31)
-        _require("top_k", its, "an integer in [1, 2^31)", good)
+        top_k = self.top_k
+        good = top_k is None or (isinstance(top_k, int) and 1 <= top_k < 2**31)
+        _require("top_k", top_k, "an integer in [1, 2^31)", good)
         _require("top_p", self.top_p, "in (0, 1]", self.top_p is None or 0 < self.top_p <= 1)
         _require("min_p", self.min_p, "in [0, 1]", self.min_p is None or 0 <= self.min_p <= 1)
         _require("seed", self.seed, "in [-2^63, 2^63)", -(2**63) <= self.seed < 2**63)

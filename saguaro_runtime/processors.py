@@ -67,7 +67,7 @@ class LogitsEditor:
             row[seen] = torch.where(logits > 0, logits / penalty, logits * penalty)
         if new and (params.frequency_penalty or params.presence_penalty):
             ids, counts = (
-                its.to(row.device) for its in torch.tensor(new).unique(return_counts=True)
+                tensor.to(row.device) for tensor in torch.tensor(new).unique(return_counts=True)
             )
             row[ids] -= params.frequency_penalty * counts + params.presence_penalty
         if params.logits_processor is not None:
@@ -94,7 +94,7 @@ def edit_rows(
     `logits` is not written to. texts: new tokens so far; drafts: the num_draft drafts after them.
     A row whose editor raised is NaN: only a text that needs it ends there.
     """
-    changed = [at for at, its in enumerate(editors) if its.changes(len(texts[at]))]
+    changed = [at for at, editor in enumerate(editors) if editor.changes(len(texts[at]))]
     errors: dict[int, str] = {}
     if not changed:
         return logits, errors

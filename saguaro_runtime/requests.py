@@ -100,8 +100,8 @@ class TextStream:
 
     def _accept(self, piece: str, may_stop: bool = True) -> None:
         text = self.text + piece
-        starts = ((its, max(0, len(self.text) - len(its) + 1)) for its in self._stop)
-        cuts = [cut for its, at in starts if (cut := text.find(its, at)) >= 0]
+        starts = ((string, max(0, len(self.text) - len(string) + 1)) for string in self._stop)
+        cuts = [cut for string, at in starts if (cut := text.find(string, at)) >= 0]
         # Assigned once: another thread may be taking text.
         self.text = text[: min(cuts)] if cuts and may_stop else text
         self.stopped = bool(cuts) and may_stop

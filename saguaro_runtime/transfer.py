@@ -132,14 +132,14 @@ def send(device: torch.device, *tensors: torch.Tensor) -> tuple[torch.Tensor, ..
     if device.type == "cpu":
         return tensors
     flat = [tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors]
-    sizes = [-(-len(its) // _UNIT) * _UNIT for its in flat]
+    sizes = [-(-len(part) // _UNIT) * _UNIT for part in flat]
     packed = backend.pinned(sum(sizes))
-    for piece, its in zip(packed.split(sizes), flat, strict=True):
-        piece[: len(its)] = its
+    for piece, part in zip(packed.split(sizes), flat, strict=True):
+        piece[: len(part)] = part
     pieces = backend.upload(packed, device).split(sizes)
     return tuple(
-        piece[: len(its)].view(tensor.dtype).view(tensor.shape)
-        for piece, its, tensor in zip(pieces, flat, tensors, strict=True)
+        piece[: len(part)].view(tensor.dtype).view(tensor.shape)
+        for piece, part, tensor in zip(pieces, flat, tensors, strict=True)
     )
 
 

@@ -109,10 +109,10 @@ def command_parser(names: Container[str]) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if name in names:
-            its = importlib.import_module(module)
-            command.epilog = f"examples:\n{its.EXAMPLES}"
-            command.set_defaults(run=its.run)
-            its.add_arguments(command)
+            loaded = importlib.import_module(module)
+            command.epilog = f"examples:\n{loaded.EXAMPLES}"
+            command.set_defaults(run=loaded.run)
+            loaded.add_arguments(command)
     commands.add_parser("bench", help="benchmarks of kernels and runtime", add_help=False)
     return parser
 

@@ -42,7 +42,7 @@ def _offer_files(parser: argparse.ArgumentParser, files: object) -> None:
     """Mark the options that take files in shtab's way."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            for its in action.choices.values():
-                _offer_files(its, files)
+            for subparser in action.choices.values():
+                _offer_files(subparser, files)
         elif action.metavar in FILES:
             action.complete = files  # type: ignore[attr-defined]

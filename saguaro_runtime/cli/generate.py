@@ -89,14 +89,14 @@ def encode(tokenizer: Any, text: str, *, chat: bool) -> list[int]:
 
 
 def _record(output: Output) -> str:
-    its = {
+    record = {
         "text": output.text,
         "token_ids": output.token_ids,
         "finish_reason": output.finish_reason,
         "usage": output.usage,
         "metrics": output.metrics,
     }
-    return json.dumps(its, ensure_ascii=False)
+    return json.dumps(record, ensure_ascii=False)
 
 
 def _summary(stats: dict[str, Any]) -> str:

@@ -81,10 +81,10 @@ def render(found: Mapping[str, Any]) -> str:
     """The numbers as a table, and what to expect of them."""
     ms, best = found["ms"], found["plan"]
     titles = ["temperature", *(f"{t:g}" for t in TEMPERATURES)]
-    lines = [titles, ["acceptance", *(f"{its:.2f}" for its in found["acceptance"].values())]]
+    lines = [titles, ["acceptance", *(f"{share:.2f}" for share in found["acceptance"].values())]]
     for k, by_temperature in found["tokens_per_round"].items():
         name = f"tokens per round, K = {k}"
-        lines.append([name, *(f"{its:.2f}" for its in by_temperature.values())])
+        lines.append([name, *(f"{tokens:.2f}" for tokens in by_temperature.values())])
     width = max(len(line[0]) for line in lines)
     table = [line[0].ljust(width) + "".join(cell.rjust(7) for cell in line[1:]) for line in lines]
     if part := found["draft_vocab"]:
@@ -188,7 +188,7 @@ def _times(target: Any, draft: Any) -> dict[str, float]:
     context = min(64, target.config.max_position_embeddings // 2)
     row = torch.zeros(1, dtype=torch.int64)
     trunk_len = torch.full((1,), context, dtype=torch.int32)
-    models = [as_model(its, rows=1, tokens=slots, impl="reference") for its in (target, draft)]
+    models = [as_model(model, rows=1, tokens=slots, impl="reference") for model in (target, draft)]
     for model in models:
         model.allocate(0, slots)
         model.prefill(0, torch.zeros(context, dtype=torch.int64))

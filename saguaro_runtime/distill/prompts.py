@@ -103,15 +103,15 @@ def invent_prompts(
         choice = random.Random(f"{seed} {number}").choice(ASKED if chat else CONTINUED)
         begun.append(Prompt(choice, chat))
     ids = [
-        tokenizer(before + its.text, add_special_tokens=False).input_ids
-        if its.chat
-        else encode(tokenizer, its.text, chat=False)
-        for its in begun
+        tokenizer(before + prompt.text, add_special_tokens=False).input_ids
+        if prompt.chat
+        else encode(tokenizer, prompt.text, chat=False)
+        for prompt in begun
     ]
     prompts = []
-    for its, rest in zip(begun, finish(ids), strict=True):
-        text = its.text + tokenizer.decode(rest, skip_special_tokens=True)
-        prompts.append(Prompt(text.strip() if its.chat else text, its.chat))
+    for prompt, rest in zip(begun, finish(ids), strict=True):
+        text = prompt.text + tokenizer.decode(rest, skip_special_tokens=True)
+        prompts.append(Prompt(text.strip() if prompt.chat else text, prompt.chat))
     return prompts
 
 

@@ -129,7 +129,7 @@ class _Run:
             except (KeyboardInterrupt, SystemExit):
                 say(f"\nwhat is done so far is in {self.work.folder}; go on with --resume")
                 raise
-        weights = {name: its.to(self.stored_dtype) for name, its in trainer.weights.items()}
+        weights = {name: weight.to(self.stored_dtype) for name, weight in trainer.weights.items()}
         if trainer.vocab is not None:
             weights[DRAFT_VOCAB] = trainer.vocab
         config = AutoConfig.from_pretrained(self.work.student)
@@ -230,7 +230,7 @@ class _Run:
     def _measure(self) -> dict[str, Any]:
         say("measuring the draft")
         held_out = dict.fromkeys(text.prompt for text in load_chunk(self.work.chunk(0)))
-        prompts = [encode(self.tokenizer, its.text, chat=its.chat) for its in held_out]
+        prompts = [encode(self.tokenizer, prompt.text, chat=prompt.chat) for prompt in held_out]
         target = self.target.to("cpu")  # where the runtime runs
         draft = load_draft(str(self.work.out), target, target.dtype)
         return measure(

@@ -79,13 +79,13 @@ def check_draft(draft: str, config: Any) -> None:
     file = Path(draft) / "config.json"
     if not file.is_file():
         raise ConfigError(f"draft {draft!r}: has no config.json; want a folder of distill's making")
-    its = json.loads(file.read_text(encoding="utf-8"))
-    if not its.get(SHARED_EMBEDDINGS):
+    found = json.loads(file.read_text(encoding="utf-8"))
+    if not found.get(SHARED_EMBEDDINGS):
         raise ConfigError(f"draft {draft!r}: has an embedding of its own, want the target's")
     for name in ("model_type", "vocab_size", "hidden_size"):
         wanted = getattr(config, name)
         # GPT-2 calls its hidden size otherwise in its files.
-        got = its.get(config.attribute_map.get(name, name))
+        got = found.get(config.attribute_map.get(name, name))
         if got != wanted:
             raise ConfigError(f"draft {draft!r}: {name} is {got}, the target's is {wanted}")
 

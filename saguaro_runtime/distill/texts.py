@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,7 +66,7 @@ class Writer:
         self._before = tokenizer(before, add_special_tokens=False).input_ids if before else []
         positions = getattr(target.config, "max_position_embeddings", None) or 1 << 30
         self._room = room = positions - max_new_tokens
-        for prompt in [its for part in prompts or () for its in part]:
+        for prompt in chain.from_iterable(prompts or ()):
             if not 0 < (length := len(self._encode(prompt))) <= room:
                 raise ConfigError(
                     f"prompts: got one of {length} tokens ({prompt.text[:40]!r}..), want 1..{room}"
@@ -79,8 +80,8 @@ class Writer:
         asked = [self._encode(prompt)[-self._room :] for prompt in prompts]
         answers = self._complete(
             asked,
-            [TEMPERATURES[its % len(TEMPERATURES)] for its in numbers],
-            [self._text_seed(its, 1) for its in numbers],
+            [TEMPERATURES[text_number % len(TEMPERATURES)] for text_number in numbers],
+            [self._text_seed(text_number, 1) for text_number in numbers],
             self.max_new_tokens,
             tick,
         )
@@ -99,15 +100,15 @@ class Writer:
                 lambda begun: self._complete(
                     begun,
                     [1.0] * len(begun),
-                    [self._text_seed(its, 0) for its in numbers],
+                    [self._text_seed(text_number, 0) for text_number in numbers],
                     QUESTION_TOKENS,
                     tick,
                 ),
             )
         held_out, trained_on = self.prompts
         if number == 0:
-            return [held_out[its % len(held_out)] for its in numbers]
-        return [trained_on[(its - self.size) % len(trained_on)] for its in numbers]
+            return [held_out[text_number % len(held_out)] for text_number in numbers]
+        return [trained_on[(text_number - self.size) % len(trained_on)] for text_number in numbers]
 
     def _complete(
         self,

@@ -90,8 +90,9 @@ class Trainer:
         # The head is frozen: all that is needed of its side is the gradient of the states.
         leaf = states.detach().requires_grad_()
         total = 0.0
-        for mine, its in zip(leaf.split(_ROWS_AT_ONCE), wanted.split(_ROWS_AT_ONCE), strict=True):
-            loss = self._loss(mine, its) / len(leaf)
+        pieces = zip(leaf.split(_ROWS_AT_ONCE), wanted.split(_ROWS_AT_ONCE), strict=True)
+        for draft_states, target_states in pieces:
+            loss = self._loss(draft_states, target_states) / len(leaf)
             loss.backward()
             total += float(loss.detach())
         states.backward(leaf.grad)
@@ -112,11 +113,12 @@ class Trainer:
         self._optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
 
-    def _loss(self, states: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        mine, its = self.draft.get_output_embeddings(), self.target.get_output_embeddings()
+    def _loss(self, draft_states: torch.Tensor, target_states: torch.Tensor) -> torch.Tensor:
+        draft_head = self.draft.get_output_embeddings()
+        target_head = self.target.get_output_embeddings()
         with torch.no_grad():
-            target_logits = its(wanted.to(its.weight.dtype))
-        draft_logits = mine(states.to(mine.weight.dtype))
+            target_logits = target_head(target_states.to(target_head.weight.dtype))
+        draft_logits = draft_head(draft_states.to(draft_head.weight.dtype))
         kl, refused = distill_losses(draft_logits, target_logits, self.vocab)
         if self.step < self.steps * _KL_SHARE:
             return kl.sum()

@@ -69,7 +69,7 @@ def processors_of_row(processors: Iterable[Any], row: int, rows: int) -> LogitsP
 
     The only ones of transformers' that know which row they see are replaced by such of one row.
     """
-    its = LogitsProcessorList()
+    adapted = LogitsProcessorList()
     for processor in processors:
         ignored = getattr(processor, "prompt_ignore_length", None)
         if isinstance(ignored, torch.Tensor) and ignored.ndim == 1 and len(ignored) == rows:
@@ -79,8 +79,8 @@ def processors_of_row(processors: Iterable[Any], row: int, rows: int) -> LogitsP
             batch = row // processor._num_beams
             allowed = partial(_allowed, processor._prefix_allowed_tokens_fn, batch)
             processor = logits_process.PrefixConstrainedLogitsProcessor(allowed, 1)
-        its.append(processor)
-    return its
+        adapted.append(processor)
+    return adapted
 
 
 def _allowed(function: Any, batch: int, _: int, ids: torch.Tensor) -> list[int]:
@@ -94,14 +94,14 @@ def request_options(
 
     `padded` [n]: the row's prompt as generate() has it, its first `padding` ids not the text's.
     """
-    its = processors_of_row(processors, row, rows)
+    adapted = processors_of_row(processors, row, rows)
     options: dict[str, Any] = {}
-    if its and type(its[0]) is logits_process.RepetitionPenaltyLogitsProcessor:
-        ignored = getattr(its[0], "prompt_ignore_length", None)
+    if adapted and type(adapted[0]) is logits_process.RepetitionPenaltyLogitsProcessor:
+        ignored = getattr(adapted[0], "prompt_ignore_length", None)
         if (0 if ignored is None else int(ignored)) == padding:
-            options["repetition_penalty"] = its.pop(0).penalty
-    if its:
-        options["logits_processor"] = partial(_call, its, padded)
+            options["repetition_penalty"] = adapted.pop(0).penalty
+    if adapted:
+        options["logits_processor"] = partial(_call, adapted, padded)
     return options
 
 

@@ -48,10 +48,10 @@ class Record:
         if self.logits_wanted:
             out["logits"] = _by_step(kept)
         if self.scores_wanted:
-            for index, (row, its) in enumerate(zip(rows, processors, strict=True)):
+            for index, (row, processor) in enumerate(zip(rows, processors, strict=True)):
                 width = len(row.ids) - len(row.tokens)
                 scores = [
-                    its(row.ids[None, : width + step], one[None].clone())
+                    processor(row.ids[None, : width + step], one[None].clone())
                     for step, one in enumerate(kept[index])
                 ]
                 kept[index] = torch.cat(scores) if scores else kept[index]

@@ -52,8 +52,8 @@ def register() -> None:
     def answer(name: str) -> Any:
         return lambda self, *args, **kwargs: getattr(standalone, name)(*args, **kwargs)
 
-    for name, its in vars(SpeculativeAlgorithm).items():
-        if inspect.isfunction(its) and name[0] != "_" and name != "create_worker":
+    for name, member in vars(SpeculativeAlgorithm).items():
+        if inspect.isfunction(member) and name[0] != "_" and name != "create_worker":
             setattr(SaguaroAlgorithm, name, answer(name))
 
     @SpeculativeAlgorithm.register(
@@ -204,7 +204,7 @@ def _judge(
         mass = draft_probs.sum(-1, dtype=torch.float32)
         logq = draft_probs.gather(2, tokens.clamp(min=0)[..., None])[..., 0].float().log()
         logq = logq - mass.log()
-    first, last = ((its * 2**24).to(torch.int64) for its in (coins[0][:, 0], coins[1]))
+    first, last = ((coin * 2**24).to(torch.int64) for coin in (coins[0][:, 0], coins[1]))
     verdict = run(
         target_probs,
         Draft(

@@ -141,7 +141,7 @@ class TextDrafter:
         rows: list[int | None] = []
         free = dict(self._known)
         for text in texts:
-            found = next((row for row, its in free.items() if _continues(its, text)), None)
+            found = next((row for row, known in free.items() if _continues(known, text)), None)
             rows.append(found)
             if found is None:
                 continue
@@ -153,9 +153,9 @@ class TextDrafter:
     def _admit(self, text: list[int], taken: Sequence[int | None]) -> int | None:
         """A row for a new text, in place of those unused longest; None where it cannot fit."""
         slots = min(self.max_length, len(text) + _ROOM) + self.config.k + 1
-        unused = sorted((its.used, row) for row, its in self._known.items() if row not in taken)
+        unused = sorted((known.used, row) for row, known in self._known.items() if row not in taken)
         free = set(range(self.config.max_batch)) - self._known.keys()
-        room = self.config.max_tokens - sum(its.slots for its in self._known.values())
+        room = self.config.max_tokens - sum(known.slots for known in self._known.values())
         while not free or slots > room:
             if not unused:
                 return None
@@ -170,20 +170,20 @@ class TextDrafter:
         return row
 
     def _turn(self, rows: list[int]) -> Turn:
-        its = [self._known[row] for row in rows]
+        texts = [self._known[row] for row in rows]
         limits = (
             min(self.max_length - len(known.text), known.slots - len(known.text) - self.config.k)
-            for known in its
+            for known in texts
         )
         budget = [max(0, min(self.config.k, limit - 1)) for limit in limits]
         return Turn(
             number=self._number,
             decision=decide(self.config, len(rows))._replace(sit_out=False),
             rows=torch.tensor(rows),
-            uid=torch.tensor([known.uid for known in its]),
-            base=torch.tensor([len(known.text) for known in its]),
-            last=torch.tensor([known.text[-1] for known in its]),
-            accepted=torch.tensor([known.accepted for known in its], dtype=torch.int32),
+            uid=torch.tensor([known.uid for known in texts]),
+            base=torch.tensor([len(known.text) for known in texts]),
+            last=torch.tensor([known.text[-1] for known in texts]),
+            accepted=torch.tensor([known.accepted for known in texts], dtype=torch.int32),
             budget=torch.tensor(budget, dtype=torch.int32),
         )
 

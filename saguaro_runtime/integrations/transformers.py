@@ -217,11 +217,11 @@ def _prompts(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[list
     """Each row's ids without its padding."""
     mask = model_kwargs.get("attention_mask")
     kept = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
-    prompts = [row[its].tolist() for row, its in zip(input_ids, kept, strict=True)]
+    prompts = [row[keep].tolist() for row, keep in zip(input_ids, kept, strict=True)]
     position_ids = model_kwargs.get("position_ids")
     if position_ids is not None:
-        for row, its in zip(position_ids.expand(len(kept), -1), kept, strict=True):
-            if row[its].tolist() != list(range(int(its.sum()))):
+        for row, keep in zip(position_ids.expand(len(kept), -1), kept, strict=True):
+            if row[keep].tolist() != list(range(int(keep.sum()))):
                 raise UnsupportedError("position_ids: want 0, 1, 2, .. over each row's tokens")
     if not all(prompts):
         raise ConfigError("attention_mask: got a row with no tokens, want at least one in each")

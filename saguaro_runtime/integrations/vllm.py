@@ -174,7 +174,7 @@ def rejection_sample_v2(
     tokens = draft_sampled.to(torch.int64)[row_index[:, 1:]]
     given = (step[:-1] < (end - start - 1)[:, None]) & (tokens >= 0)
     count = given.to(torch.int32).cumprod(1).sum(1, dtype=torch.int32)
-    its = temperature.to(torch.float32)[states]
+    row_temperature = temperature.to(torch.float32)[states]
     logits = logq = None
     if draft_logits is not None:
         logits = draft_logits[states]
@@ -183,7 +183,7 @@ def rejection_sample_v2(
         inside = tokens.clamp(0, logits.shape[2] - 1)
         logq = logits.gather(2, inside[..., None])[..., 0].float() - lse
         logq = logq.masked_fill(tokens >= logits.shape[2], -torch.inf)
-    ones = (its > 0).to(torch.float32)
+    ones = (row_temperature > 0).to(torch.float32)
     draft = Draft(
         tokens.masked_fill(step[:-1] >= count[:, None], -1),
         count,

@@ -68,9 +68,9 @@ class SaguaroProposer:
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         found = self._drafter.chains(texts)
         chain = self._drafter.lane.chain
-        for row, its in zip(asked, found, strict=True):
-            if its is not None:
-                drafts[row] = chain.tokens[its, : int(chain.num_draft[its])].tolist()
+        for row, draft_row in zip(asked, found, strict=True):
+            if draft_row is not None:
+                drafts[row] = chain.tokens[draft_row, : int(chain.num_draft[draft_row])].tolist()
         return drafts
 
     def close(self) -> None:

@@ -43,8 +43,8 @@ def plot_timeline(spans: Iterable[Span], path: str | Path, *, seconds: float | N
     for height, lane in enumerate(lanes):
         for name in dict.fromkeys([*_COLOURS, *(span.name for span in shown)]):
             axes.broken_barh(
-                [(its.start - start, its.end - its.start) for its in shown
-                 if (its.lane, its.name) == (lane, name)],
+                [(span.start - start, span.end - span.start) for span in shown
+                 if (span.lane, span.name) == (lane, name)],
                 (height - 0.4, _HEIGHTS.get(name, 0.8)),
                 facecolors=_COLOURS.get(name, "#999999"), edgecolors="white", linewidth=0.3,
             )  # fmt: skip

@@ -42,7 +42,7 @@ def prometheus_text(
         "first_token_seconds", "From adding a request to its first token.", served.first_token_s
     )
     page.add_histogram("request_seconds", "From adding a request to its end.", served.seconds)
-    work = [(_labels(lane=lane, name=name), its) for (lane, name), its in log.totals.items()
+    work = [(_labels(lane=lane, name=name), total) for (lane, name), total in log.totals.items()
             if not lane.startswith("row ")]  # fmt: skip
     page.add("work_total", "Pieces of work, by lane and name.",
              [(labels, count) for labels, (count, _) in work])  # fmt: skip
@@ -67,7 +67,7 @@ class _Page:
         bounds = [f"{bound:g}" for bound in histogram.bounds] + ["+Inf"]
         upto = list(itertools.accumulate(histogram.counts))
         samples = [
-            (f'_bucket{{le="{bound}"}}', its) for bound, its in zip(bounds, upto, strict=True)
+            (f'_bucket{{le="{bound}"}}', count) for bound, count in zip(bounds, upto, strict=True)
         ]
         self.add(
             name, text, [*samples, ("_sum", histogram.total), ("_count", upto[-1])], "histogram"

@@ -58,7 +58,7 @@ class Stats:
             "draft_faults": [] if self.lane is None else list(self.lane.faults),
             "policy": self.scheduler.policy.report(),
             "memory": self.memory,
-            "cuda_graphs": {name: its.report() for name, its in self._graphs.items()},
+            "cuda_graphs": {name: graphs.report() for name, graphs in self._graphs.items()},
         }
         return counts.summary() | times | self.scheduler.load() | state
 
@@ -76,7 +76,7 @@ class Stats:
             "draft_faults": ("Failures of the draft so far.", len(lane.faults) if lane else 0),
             "cuda_graphs": (
                 "Forwards captured.",
-                sum(its.captured for its in self._graphs.values()),
+                sum(graphs.captured for graphs in self._graphs.values()),
             ),
             "busy_seconds": ("Time spent in rounds.", self.busy_s),
         }

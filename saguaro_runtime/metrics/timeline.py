@@ -85,9 +85,9 @@ class SpanLog:
 
     def mean_ms(self, name: str) -> float:
         """Mean length of the spans called `name`, in milliseconds; 0 where there are none."""
-        found = [its for (_, its_name), its in self.totals.items() if its_name == name]
-        count = sum(its[0] for its in found)
-        return 1e3 * sum(its[1] for its in found) / count if count else 0.0
+        found = [total for (_, span_name), total in self.totals.items() if span_name == name]
+        count, seconds = sum(n for n, _ in found), sum(s for _, s in found)
+        return 1e3 * seconds / count if count else 0.0
 
 
 def mean_ms(spans: Iterable[Span], name: str) -> float:
@@ -103,18 +103,18 @@ def overlap(spans: Iterable[Span], inner: str, outer: str) -> float:
     for span in spans:
         if span.name == outer:
             outers.setdefault(span.lane, []).append(span)  # one after another, as they ended
-    starts = {lane: [span.start for span in its] for lane, its in outers.items()}
+    starts = {lane: [span.start for span in found] for lane, found in outers.items()}
     for span in spans:
         if span.name != inner:
             continue
         total += span.end - span.start
-        for lane, its in outers.items():
+        for lane, found in outers.items():
             if lane != span.lane:
                 first = max(bisect.bisect_right(starts[lane], span.start) - 1, 0)
                 last = bisect.bisect_left(starts[lane], span.end)
                 covered += sum(
                     max(0.0, min(other.end, span.end) - max(other.start, span.start))
-                    for other in its[first:last]
+                    for other in found[first:last]
                 )
     return covered / total if total else 0.0
 
@@ -147,9 +147,11 @@ def pause(spans: Iterable[Span]) -> Pause:
         if any(span.name == "prefill" for span in open_):
             continue
         ahead = [span for span in open_ if span.name == "look_ahead"]
-        next_ = [its.start for its in ahead if its.start >= before.end and its.end > after.start]
+        next_ = [
+            span.start for span in ahead if span.start >= before.end and span.end > after.start
+        ]
         until = min(next_, default=after.start)
-        last = max((its.end for its in ahead if its.start < before.end), default=before.end)
+        last = max((span.end for span in ahead if span.start < before.end), default=before.end)
         overrun += min(last, until) - before.end
         host += after.start - before.end - _covered(open_, before.end, until)
         rounds += 1

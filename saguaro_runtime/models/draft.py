@@ -67,13 +67,13 @@ def whole_vocab(model: Any) -> Any:
     ids = getattr(model, DRAFT_VOCAB, None)
     if ids is None:
         return model
-    its = copy.copy(model)
-    its._modules, its._buffers = dict(model._modules), dict(model._buffers)
-    del its._buffers[DRAFT_VOCAB]
+    whole = copy.copy(model)
+    whole._modules, whole._buffers = dict(model._modules), dict(model._buffers)
+    del whole._buffers[DRAFT_VOCAB]
     embedding: Any = model.get_input_embeddings()
     head = _WholeHead(model.get_output_embeddings(), ids, embedding.weight.shape[0])
-    its.set_output_embeddings(head)
-    return its
+    whole.set_output_embeddings(head)
+    return whole
 
 
 def all_logits(model: PreTrainedModel, ids: torch.Tensor, **options: Any) -> torch.Tensor:

@@ -85,8 +85,8 @@ def load_draft(
 
 def _placed(model: Any, device: torch.device | None) -> PreTrainedModel:
     """The model on `device`, for inference."""
-    its: PreTrainedModel = model.eval() if device is None else model.eval().to(device)
-    return its
+    placed: PreTrainedModel = model.eval() if device is None else model.eval().to(device)
+    return placed
 
 
 def check_same_tokenizer(draft_path: str, tokenizer: Any) -> None:

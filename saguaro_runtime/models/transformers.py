@@ -109,8 +109,8 @@ class TransformersModel:
             impl=self.impl,
         )
         physical, positions = (
-            its[step] if isinstance(step, int) else its.index_select(0, step)[0]
-            for its in (layout.physical, layout.positions)
+            per_step[step] if isinstance(step, int) else per_step.index_select(0, step)[0]
+            for per_step in (layout.physical, layout.positions)
         )
         forward = Forward(
             self.kv,

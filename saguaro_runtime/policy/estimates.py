@@ -89,20 +89,19 @@ class Estimates:
         """Take times of work on a known number of rows."""
         for span in spans:
             if span.rows:
-                its = self.seconds.setdefault(span.name, {}).setdefault(
-                    span.rows, Faded(_KEEP_TIME)
-                )
+                by_rows = self.seconds.setdefault(span.name, {})
+                seen = by_rows.setdefault(span.rows, Faded(_KEEP_TIME))
                 took = (span.end - span.start) / self.pace
-                if its.count > 3 and its.total > 0:
-                    usual = its.total / its.count
+                if seen.count > 3 and seen.total > 0:
+                    usual = seen.total / seen.count
                     took = min(took, _OUTLIER * usual)
                     self.pace *= 1 + _FOLLOW * (took / usual - 1)
-                its.add(took)
+                seen.add(took)
 
     def observe_pause(self, seconds: float) -> None:
         """Take the time between the verifications of two rounds that drafted nothing."""
-        took, its = seconds / self.pace, self.pauses
-        its.add(min(took, _OUTLIER * its.total / its.count) if its.count > 3 else took)
+        took, seen = seconds / self.pace, self.pauses
+        seen.add(min(took, _OUTLIER * seen.total / seen.count) if seen.count > 3 else took)
 
     def observe_row(
         self,
@@ -135,13 +134,13 @@ class Estimates:
     def has_seen(self, name: str, rows: int) -> bool:
         """Whether such work on so few rows, or fewer, was seen three times."""
         found = self.seconds.get(name, {})
-        return sum(its.count for n, its in found.items() if n <= rows) > 2
+        return sum(faded.count for n, faded in found.items() if n <= rows) > 2
 
     def doubt(self) -> None:
         """Trust little of what was seen of texts, after a time in which nothing could be."""
         seen = self.kept, self.fast, self.hits_after_undrafted
-        for its in (*seen, *self.tokens.values(), *self.hits.values()):
-            its.doubt(_DOUBT)
+        for faded in (*seen, *self.tokens.values(), *self.hits.values()):
+            faded.doubt(_DOUBT)
 
     @property
     def acceptance(self) -> float:
@@ -152,19 +151,19 @@ class Estimates:
         """Seconds of the first of `names` that was measured, by rows; None where none was."""
         for name in names:
             if found := self.seconds.get(name):
-                now = {n: self.pace * its.total / its.count for n, its in found.items()}
+                now = {n: self.pace * faded.total / faded.count for n, faded in found.items()}
                 return _by_rows(now)
         return None
 
     def miss_law(self) -> MissLaw:
         """The law under which the hit rates are those that were seen, as nearly as one law can."""
-        seen = [its for its in self.hits.items() if its[1].count >= 4]
+        seen = [(key, hits) for key, hits in self.hits.items() if hits.count >= 4]
         if not seen:
             return MissLaw(0.25, _EXPONENTS[0])
-        weights = [its.count for _, its in seen]
+        weights = [hits.count for _, hits in seen]
         best, least = MissLaw(0.25, _EXPONENTS[0]), math.inf
         for exponent in _EXPONENTS:
-            scales = [math.log(self._scale(*key, its, exponent)) for key, its in seen]
+            scales = [math.log(self._scale(*key, hits, exponent)) for key, hits in seen]
             mean = sum(w * x for w, x in zip(weights, scales, strict=True)) / sum(weights)
             spread = sum(w * (x - mean) ** 2 for w, x in zip(weights, scales, strict=True))
             if spread < least - 1e-9:
@@ -215,6 +214,6 @@ class Estimates:
 
     def mean_tokens(self, sources: Sequence[str], otherwise: float) -> float:
         """Tokens per round of drafted rounds whose chain came from one of `sources`."""
-        its = [self.tokens[name] for name in sources if name in self.tokens]
-        count = sum(faded.count for faded in its)
-        return (sum(faded.total for faded in its) + 4 * otherwise) / (count + 4)
+        found = [self.tokens[name] for name in sources if name in self.tokens]
+        count = sum(faded.count for faded in found)
+        return (sum(faded.total for faded in found) + 4 * otherwise) / (count + 4)

@@ -87,10 +87,10 @@ class Policy:
             return
         if self._round > 1:  # the first one pays for what is done once
             self.estimates.observe_spans(spans)
-        verified = next((its for its in spans if its.name == "verify"), None)
+        verified = next((span for span in spans if span.name == "verify"), None)
         if verified is None:
             return
-        end, prompts = verified.end, any(its.name == "prefill" for its in spans)
+        end, prompts = verified.end, any(span.name == "prefill" for span in spans)
         if self._undrafted == (True, True) and not prompts:
             # What takes longer than the work itself is no cost of a round: somebody was away.
             length = verified.end - verified.start
@@ -187,7 +187,7 @@ class Policy:
 
 def _readable(numbers: dict[str, Any]) -> dict[str, Any]:
     """Ready for JSON: a crossover at no batch is None."""
-    return {name: _plain(its) for name, its in numbers.items()}
+    return {name: _plain(value) for name, value in numbers.items()}
 
 
 def _plain(value: Any) -> Any:

@@ -27,9 +27,9 @@ class Speeds:
 
     def add(self, batch: int, choice: Choice, tokens: float, seconds: float) -> None:
         """Take a round: tokens per row, and seconds by the pace."""
-        its = self._seen.setdefault((batch, choice), (Faded(), Faded()))
-        its[0].add(tokens)
-        its[1].add(seconds)
+        seen_tokens, seen_seconds = self._seen.setdefault((batch, choice), (Faded(), Faded()))
+        seen_tokens.add(tokens)
+        seen_seconds.add(seconds)
 
     def correct(
         self, predicted: Mapping[Choice, float], known: Deployment, pace: float
@@ -42,9 +42,9 @@ class Speeds:
                 measured = tokens.total / seconds.total * known.plain_seconds / pace
                 errors[choice] = math.log(measured / predicted[choice])
                 trust[choice] = tokens.count / (tokens.count + _TRUSTED)
-        ahead = [its for its in errors if its.method == "ssd"]
-        total = sum(trust[its] for its in ahead)
-        usual = sum(trust[its] * errors[its] for its in ahead) / (total + 0.5)
+        ahead = [choice for choice in errors if choice.method == "ssd"]
+        total = sum(trust[choice] for choice in ahead)
+        usual = sum(trust[choice] * errors[choice] for choice in ahead) / (total + 0.5)
         corrected = {}
         for choice, speed in predicted.items():
             prior = usual if choice.method == "ssd" else 0.0
@@ -128,10 +128,10 @@ def best_choice(
         sd, sd_k = 0.0, config.k
     predicted[Choice("sd", sd_k, 0, sd_k) if sd_k else Choice("ar", 0, 0, 0)] = sd
     corrected = speeds.correct(predicted, known, pace)
-    best = max(corrected, key=lambda its: corrected[its])
+    best = max(corrected, key=lambda choice: corrected[choice])
     if now.method == "ssd" and best.method != "ssd":
-        ahead = [its for its in corrected if its.method == "ssd"]
-        most = max(ahead, key=lambda its: corrected[its])
+        ahead = [choice for choice in corrected if choice.method == "ssd"]
+        most = max(ahead, key=lambda choice: corrected[choice])
         best = best if corrected[best] > corrected[most] * (1 + leave) else most
     numbers = {"predicted_vs_ar": corrected[best], "predicted_sd_vs_ar": sd}
     if now in corrected:

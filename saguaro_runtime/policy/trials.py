@@ -49,8 +49,8 @@ class Rate:
         self.count = _KEEP * self.count + 1.0
         self.gain, self.cost = _KEEP * self.gain + gain, _KEEP * self.cost + cost
         new = gain * gain, gain * cost, cost * cost
-        its = zip(self._squares, new, strict=True)
-        self._squares = tuple(_KEEP**2 * old + one for old, one in its)  # type: ignore[assignment]
+        pairs = zip(self._squares, new, strict=True)
+        self._squares = tuple(_KEEP**2 * old + one for old, one in pairs)  # type: ignore[assignment]
 
     @property
     def mean(self) -> float:
@@ -81,7 +81,7 @@ class Contest:
         """What the next round uses."""
         if self._since == _LENGTH:
             self._judge()
-        much = min(its.count for its in self.rates.values()) >= _MUCH
+        much = min(rate.count for rate in self.rates.values()) >= _MUCH
         if self._since >= (_SELDOM if much else _OFTEN):
             self._since = 0
         self._since += 1
@@ -94,11 +94,11 @@ class Contest:
         return self._ways[bin((self._tried - 1) // self._block).count("1") % 2]
 
     def _judge(self) -> None:
-        mine, its = self.rates[self.used], self.rates[self.unused]
-        if min(mine.count, its.count) < _ENOUGH:
+        used, unused = self.rates[self.used], self.rates[self.unused]
+        if min(used.count, unused.count) < _ENOUGH:
             return
-        noise = _SIGMAS * math.hypot(mine.error, its.error)
-        if its.mean - mine.mean > max(noise, _MARGIN * mine.mean):
+        noise = _SIGMAS * math.hypot(used.error, unused.error)
+        if unused.mean - used.mean > max(noise, _MARGIN * used.mean):
             self.used, self.unused = self.unused, self.used
 
 
@@ -143,7 +143,7 @@ class Trials:
         """The decision with ranking and C, and why one of them has changed, if it has.
         varied: the round does something else than the last one anyway, so its speed says nothing.
         """
-        hot = [its for its in temperatures if its > 0]
+        hot = [temperature for temperature in temperatures if temperature > 0]
         # At T = 0 both rankings are one, and C would change what is drafted for nothing.
         all_hot, changed = len(hot) == len(temperatures), None
         self._by, tried = {}, dict[str, _Trial]()

@@ -40,11 +40,15 @@ class Answer:
         first: bool = False,
     ) -> dict[str, Any]:
         """One answer, or with `delta` a piece of it."""
-        its: dict[str, Any] = {"index": index, "finish_reason": finish_reason, "logprobs": logprobs}
+        choice: dict[str, Any] = {
+            "index": index,
+            "finish_reason": finish_reason,
+            "logprobs": logprobs,
+        }
         if self.kind == "completion":
-            return its | {"text": text}
+            return choice | {"text": text}
         role = {"role": "assistant"} if first or not delta else {}
-        return its | {"delta" if delta else "message": role | {"content": text}}
+        return choice | {"delta" if delta else "message": role | {"content": text}}
 
     def chunk(
         self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None
@@ -54,12 +58,12 @@ class Answer:
         return self.frame | {"object": name, "choices": choices, "usage": usage}
 
     def logprobs(
-        self, token_ids: Sequence[int], its: Sequence[Logprobs], offset: int = 0
+        self, token_ids: Sequence[int], values: Sequence[Logprobs], offset: int = 0
     ) -> dict[str, Any]:
         """Log-probabilities of tokens, in the shape of the kind of response."""
         names = [self._token(id) for id in token_ids]
         if self.kind == "chat":
-            entries = zip(names, its, strict=True)
+            entries = zip(names, values, strict=True)
             return {
                 "content": [
                     _entry(name, one.token)
@@ -73,8 +77,8 @@ class Answer:
             at += len(name)
         return {
             "tokens": names,
-            "token_logprobs": [one.token for one in its],
-            "top_logprobs": [{self._token(i): p for i, p in one.top.items()} for one in its],
+            "token_logprobs": [one.token for one in values],
+            "top_logprobs": [{self._token(i): p for i, p in one.top.items()} for one in values],
             "text_offset": offsets,
         }
 

@@ -143,33 +143,33 @@ class _Server:
                     params = body.params(room, len(asked) if body.seed is None else index, seed)
                     asked.append(engine.add(ids, params))
         except BaseException:
-            for its in asked:
-                engine.cancel(its)
+            for request in asked:
+                engine.cancel(request)
             raise
         self.active += len(asked)
         self.limits.counts["requests"] += len(asked)
         return asked
 
     def _leave(self, asked: list[engine_requests.Request]) -> None:
-        for its in asked:
-            if its.finish_reason is None:
+        for request in asked:
+            if request.finish_reason is None:
                 self.limits.counts["cancelled"] += 1
-            self.limits.counts["failed"] += its.finish_reason == "error"
-            self.engine.cancel(its)
+            self.limits.counts["failed"] += request.finish_reason == "error"
+            self.engine.cancel(request)
         self.active -= len(asked)
 
     async def _whole(self, answer: Answer, asked: list[engine_requests.Request]) -> Response:
-        async def finish(its: engine_requests.Request) -> dict[str, Any]:
-            async for _ in self.engine.astream(its):
+        async def finish(request: engine_requests.Request) -> dict[str, Any]:
+            async for _ in self.engine.astream(request):
                 pass
-            _raise_if_failed(its)
-            output = its.output()
+            _raise_if_failed(request)
+            output = request.output()
             logprobs = None
             if output.logprobs is not None:
                 logprobs = answer.logprobs(output.token_ids, output.logprobs)
-            return answer.choice(asked.index(its), output.text, output.finish_reason, logprobs)
+            return answer.choice(asked.index(request), output.text, output.finish_reason, logprobs)
 
-        choices = await asyncio.gather(*(finish(its) for its in asked))
+        choices = await asyncio.gather(*(finish(request) for request in asked))
         return JSONResponse(answer.whole(list(choices), _usage(asked)))
 
     async def _events(
@@ -178,16 +178,16 @@ class _Server:
         """Server-sent events of all answers as they come."""
         queue: asyncio.Queue[dict[str, Any] | BaseException | None] = asyncio.Queue()
 
-        async def follow(index: int, its: engine_requests.Request) -> None:
+        async def follow(index: int, request: engine_requests.Request) -> None:
             sent, offset, first = 0, 0, True
 
             def piece(text: str, reason: str | None) -> dict[str, Any]:
                 nonlocal sent, offset, first
                 logprobs = None
-                if its.params.logprobs is not None:
+                if request.params.logprobs is not None:
                     # A round may be adding to both: the log-probabilities come second.
-                    end = len(its.logprobs)
-                    tokens, values = its.token_ids[sent:end], its.logprobs[sent:end]
+                    end = len(request.logprobs)
+                    tokens, values = request.token_ids[sent:end], request.logprobs[sent:end]
                     logprobs = answer.logprobs(tokens, values, offset)
                     sent, offset = end, offset + len(text)
                 choice = answer.choice(index, text, reason, logprobs, delta=True, first=first)
@@ -195,15 +195,15 @@ class _Server:
                 return answer.chunk([choice])
 
             try:
-                async for text in self.engine.astream(its):
+                async for text in self.engine.astream(request):
                     queue.put_nowait(piece(text, None))
-                _raise_if_failed(its)
-                queue.put_nowait(piece("", its.finish_reason))
+                _raise_if_failed(request)
+                queue.put_nowait(piece("", request.finish_reason))
             except Exception as problem:
                 queue.put_nowait(problem)
             queue.put_nowait(None)
 
-        tasks = [asyncio.create_task(follow(*its)) for its in enumerate(asked)]
+        tasks = [asyncio.create_task(follow(*numbered)) for numbered in enumerate(asked)]
         try:
             running = len(tasks)
             while running:
@@ -230,7 +230,7 @@ def _raise_if_failed(request: engine_requests.Request) -> None:
 
 def _usage(asked: list[engine_requests.Request]) -> dict[str, int]:
     """Of all answers; a prompt with several answers counts once."""
-    each = [its.output().usage for its in asked]
-    prompt = sum({id(its.prompt): len(its.prompt) for its in asked}.values())
-    new = sum(its["completion_tokens"] for its in each)
+    each = [request.output().usage for request in asked]
+    prompt = sum({id(request.prompt): len(request.prompt) for request in asked}.values())
+    new = sum(usage["completion_tokens"] for usage in each)
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
