@@ -7,12 +7,14 @@ The engine sends ("admit", admissions), ("release", rows), ("turn", number, deci
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import signal
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -61,15 +63,14 @@ def _serve(connection: Connection) -> None:
     setup: Setup = connection.recv()
     torch.set_num_threads(setup.threads)
     arena = Arena(setup.arena_bytes, setup.arena_fd)
-    beat = allocate_beat(arena)
-    threading.Thread(target=_show_life, args=(beat,), daemon=True).start()
-    speculator = build(setup, arena)
-    connection.send(("ready",))
-    while (message := connection.recv())[0] != "close":
-        if (answer := answer_to(speculator, message)) is not None:
-            connection.send_bytes(pickle.dumps(answer))
-        if message[0] == "turn":
-            speculator.look_ahead(late=connection.poll())
+    with showing_life(allocate_beat(arena)):
+        speculator = build(setup, arena)
+        connection.send(("ready",))
+        while (message := connection.recv())[0] != "close":
+            if (answer := answer_to(speculator, message)) is not None:
+                connection.send_bytes(pickle.dumps(answer))
+            if message[0] == "turn":
+                speculator.look_ahead(late=connection.poll())
 
 
 def answer_to(speculator: Speculator, message: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -123,10 +124,24 @@ def store_bytes(
     return total
 
 
-def _show_life(beat: torch.Tensor) -> None:
-    while True:
+@contextlib.contextmanager
+def showing_life(beat: torch.Tensor) -> Iterator[None]:
+    """Keep the time in `beat` [1], by a thread that ends with the block: one that is inside torch
+    when the interpreter ends takes the process down with SIGABRT."""
+    ended = threading.Event()
+
+    def show() -> None:
         beat.fill_(time.monotonic())
-        time.sleep(_BEAT_S)
+        while not ended.wait(_BEAT_S):
+            beat.fill_(time.monotonic())
+
+    thread = threading.Thread(target=show)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def is_answer(answer: Any) -> bool:

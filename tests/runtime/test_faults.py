@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from multiprocessing.connection import Connection
 from typing import Any
@@ -29,6 +30,7 @@ from saguaro_runtime import (
 )
 from saguaro_runtime.lanes import process
 from saguaro_runtime.lanes.child import Child, Lost
+from saguaro_runtime.lanes.worker import showing_life
 from saguaro_runtime.models.scripted import ScriptedModel
 from saguaro_runtime.speculator import Speculator
 
@@ -609,3 +611,13 @@ def test_broken_rows_end_the_text_where_they_stand_and_no_sooner(method: str) ->
         target.logits[4 * 6 + 5] = float("nan")
         output = engine.generate([0, 1], SamplingParams(max_new_tokens=12))[0]
         assert output.token_ids == [2, 3, 4, 5] and output.finish_reason == "error"
+
+
+def test_the_sign_of_life_ends_before_its_process_does() -> None:
+    """A thread inside torch at the interpreter's end aborts the process."""
+    before, beat = threading.active_count(), torch.zeros(1, dtype=torch.float64)
+    with showing_life(beat):
+        while (first := beat.item()) == 0 or beat.item() == first:
+            time.sleep(0.01)
+        assert threading.active_count() == before + 1
+    assert threading.active_count() == before
