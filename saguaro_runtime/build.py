@@ -54,7 +54,7 @@ def build_target(target: Any, config: EngineConfig, tokenizer: Any = None) -> Bu
     if by_path:
         from transformers import AutoTokenizer
 
-        from .models.gguf_folder import folder_of
+        from .models.gguf import folder_of
         from .models.loading import load_model
 
         path = folder_of(str(target))
@@ -75,7 +75,7 @@ def build_target(target: Any, config: EngineConfig, tokenizer: Any = None) -> Bu
         timeline = timeline_on(device, "target")
         if on_stream and config.cuda_graphs:
             model = graphs["target"] = target_graphs(model, seat, config)
-    stop_ids = _stop_ids(target, tokenizer)
+    stop_ids = stop_ids_of(target, tokenizer)
     return Built(model, target, tokenizer, stop_ids, model.max_length, lane, seat, timeline, graphs)
 
 
@@ -137,7 +137,7 @@ def build_lane(draft: Any, target: Built, config: EngineConfig) -> Lane | None:
             )
         return InlineLane(drafter)
     if isinstance(draft, str | Path):
-        from .models.gguf_folder import folder_of
+        from .models.gguf import folder_of
         from .models.loading import check_same_tokenizer, load_draft
 
         path = folder_of(str(draft))
@@ -240,7 +240,7 @@ def _vocabulary(draft: Any) -> tuple[int, torch.Tensor | None]:
     return draft.get_output_embeddings().weight.shape[0], getattr(draft, DRAFT_VOCAB, None)
 
 
-def _stop_ids(target: Any, tokenizer: Any) -> frozenset[int]:
+def stop_ids_of(target: Any, tokenizer: Any) -> frozenset[int]:
     """End-of-sequence ids: the generation config's, else the config's, else the tokenizer's."""
     for owner in (
         getattr(target, "generation_config", None),

@@ -19,7 +19,8 @@ from saguaro_kernels.rng import gumbel_reference, uniform_reference
 
 from .config import EngineConfig
 from .models.draft import all_logits
-from .requests import Round, SamplingParams
+from .params import SamplingParams
+from .requests import Round
 
 TIE = 1e-3
 """Gap in logits or relative probability below which rounding may decide a comparison."""

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from numbers import Integral
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -25,10 +24,10 @@ from .build import build_lane, build_target, fit_memory, settle_method, share_co
 from .chains import ChainStore, allocate_on
 from .config import EngineConfig
 from .metrics import Span
-from .metrics.stats import Stats
 from .params import SamplingParams
 from .requests import Output, Prompt, Request
 from .scheduler import Scheduler
+from .stats import Stats
 from .transfer import send
 from .verifier import Verifier
 
@@ -244,12 +243,7 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _take_in(self) -> None:

@@ -15,8 +15,6 @@ from .processors import LogitsEditor, Logprobs
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Prompt = str | Sequence[int]
 
-__all__ = ["FinishReason", "Output", "Prompt", "Request", "Round", "SamplingParams", "TextStream"]
-
 
 class Round(NamedTuple):
     """One round: tokens committed before it, drafted for it, committed by it, its Source."""

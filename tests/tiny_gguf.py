@@ -10,7 +10,7 @@ import gguf
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from saguaro_runtime.demo.convert import _LAYER, _OUTSIDE
+from saguaro_runtime.models.gguf import _LAYER, _OUTSIDE
 
 HEADS, KV_HEADS = 4, 2
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

@@ -20,7 +20,8 @@ from ..compare import Comparison, compare_texts
 from ..config import EngineConfig
 from ..engine import Engine
 from ..ngram import NGRAM
-from ..requests import Output, SamplingParams
+from ..params import SamplingParams
+from ..requests import Output
 from .measure import Pair, Tick, measure, opened
 from .report import Variant, plan, render, summarize
 

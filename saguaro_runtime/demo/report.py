@@ -15,9 +15,9 @@ from typing import Any
 
 from ..cli import engine_config, version
 from ..config import EngineConfig
+from ..params import SamplingParams
 from ..planner import measured
 from ..policy import retry_length
-from ..requests import SamplingParams
 
 KEYS = (
     "tokens_per_s",

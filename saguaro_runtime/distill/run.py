@@ -13,11 +13,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from saguaro_kernels.errors import ConfigError
 
-from ..build import _stop_ids
+from ..build import stop_ids_of
 from ..cli.doctor import faster_dtype
 from ..cli.generate import encode
 from ..models.draft import DRAFT_VOCAB
-from ..models.gguf_folder import folder_of
+from ..models.gguf import folder_of
 from ..models.loading import check_same_tokenizer, load_draft, load_model
 from .measure import measure
 from .progress import Interruptions, Progress, say
@@ -108,7 +108,7 @@ class _Run:
         self.target = load_model(target, self.dtype).to(self.plan["device"])
         self.stored_dtype = stored_dtype or self.dtype
         self.vocab_size = self.target.get_output_embeddings().weight.shape[0]
-        self.stop_ids = _stop_ids(self.target, self.tokenizer)
+        self.stop_ids = stop_ids_of(self.target, self.tokenizer)
         self.writer = Writer(
             self.target,
             self.tokenizer,

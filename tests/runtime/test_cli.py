@@ -20,7 +20,7 @@ from saguaro_kernels import _launch
 from saguaro_kernels.errors import ConfigError
 from saguaro_runtime import Engine, EngineConfig, SamplingParams, cli
 from saguaro_runtime.cli.generate import encode
-from saguaro_runtime.demo.convert import convert
+from saguaro_runtime.models.gguf import convert
 
 COMMAND = [sys.executable, "-c", "import saguaro_runtime.cli as c; raise SystemExit(c.main())"]
 ROOT = Path(saguaro_runtime.__file__).parents[1]

@@ -14,11 +14,11 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from saguaro_kernels.errors import UnsupportedError
+from saguaro_kernels.errors import ConfigError, UnsupportedError
 from saguaro_runtime.demo import model as demo_model
-from saguaro_runtime.demo.convert import convert
 from saguaro_runtime.demo.model import DemoModelError, find_pair, load_pair
 from saguaro_runtime.models.draft import DRAFT_VOCAB
+from saguaro_runtime.models.gguf import convert
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +243,7 @@ def test_missing_gguf_package_is_named(
 
 def test_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DemoModelError, match="XDG_CACHE_HOME"):
+    with pytest.raises(ConfigError, match="XDG_CACHE_HOME"):
         load_pair(tmp_path / "file" / "cache")
 
 

@@ -15,7 +15,7 @@ import torch
 from saguaro_kernels import _launch
 from saguaro_runtime import cli
 from saguaro_runtime.cli import doctor
-from saguaro_runtime.demo.convert import convert
+from saguaro_runtime.models.gguf import convert
 
 
 @pytest.fixture(autouse=True)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..lanes import Lane
-from ..scheduler import Scheduler
-from .counts import Counts, Served
-from .prometheus import prometheus_text
-from .timeline import Span, SpanLog, Timeline, overlap, pause
+from .lanes import Lane
+from .metrics import Counts, Served, Span, SpanLog, Timeline, overlap, pause
+from .metrics.prometheus import prometheus_text
+from .scheduler import Scheduler
 
 
 class Stats:

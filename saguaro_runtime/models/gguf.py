@@ -7,13 +7,16 @@ weights and once more for the tokenizer takes half a minute.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from saguaro_kernels.errors import UnsupportedError
+from saguaro_kernels.errors import ConfigError, UnsupportedError
+
+from .cache import default_cache, locked, make_once, sha256_of
 
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -28,6 +31,32 @@ _LAYER = {
 }
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _CONTROL = 3  # the token type of <|im_start|> and the like
+
+
+def folder_of(path: str) -> str:
+    """`path` itself, or the transformers folder made from the GGUF file that it names.
+
+    A file is converted once and kept in the cache under its SHA-256.
+
+    Raises:
+        ConfigError: there is no such file, or the package `gguf`, which reads it, is missing.
+        UnsupportedError: it does not hold a Llama with a byte-level BPE tokenizer.
+    """
+    file = Path(path).expanduser()
+    if file.suffix != ".gguf":
+        return path
+    if not file.is_file():
+        raise ConfigError(f"model {path!r}: there is no such file")
+    if importlib.util.find_spec("gguf") is None:
+        raise ConfigError(
+            f"model {path!r}: the package 'gguf', which reads it, is missing; "
+            'run: pip install "saguaro-ssd[demo]"'
+        )
+    cache = default_cache()
+    folder = cache / f"gguf-{sha256_of(file)[:12]}"
+    with locked(cache):
+        make_once(folder, lambda into: convert(file, into))
+    return str(folder)
 
 
 def convert(gguf_file: Path, folder: Path) -> None:
