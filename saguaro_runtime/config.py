@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Literal
+from numbers import Real
+from typing import Any, Literal
 
 from saguaro_kernels._launch import Impl
 from saguaro_kernels.errors import ConfigError
@@ -136,24 +137,21 @@ class EngineConfig:
             ("threads", 1, 1024),
             ("draft_threads", 1, 1024),
             ("draft_restarts", 0, 1 << 30),
+            ("memory_limit", 1, 1 << 60),
         ):
             value = getattr(self, name)
-            if value is None and name == "threads":
-                continue
-            if not isinstance(value, int) or not low <= value <= high:
-                raise ConfigError(f"{name}: got {value}, want an integer in {low}..{high}")
-        limit = self.memory_limit
-        if limit is not None and not (isinstance(limit, int) and limit > 0):
-            raise ConfigError(f"memory_limit: got {limit}, want bytes > 0, or None")
-        if not 0 < self.downweight <= 1 or (self.downweight < 1 and self.rule == "coupled"):
-            raise ConfigError(
-                f"downweight: got {self.downweight} with rule={self.rule!r}, want in (0, 1], and 1 "
-                "for 'coupled'"
-            )
-        if not isinstance(self.cuda_graphs, bool):
-            raise ConfigError(f"cuda_graphs: got {self.cuda_graphs!r}, want True or False")
-        if not 0 < self.draft_timeout_s <= 1e6:
-            raise ConfigError(f"draft_timeout_s: got {self.draft_timeout_s}, want in (0, 1e6]")
+            if not (value is None and name in ("threads", "memory_limit")):
+                check_number(name, value, low, high, whole=True)
+        check_number("downweight", self.downweight, 0, 1, above=True)
+        check_number("draft_timeout_s", self.draft_timeout_s, 0, 1e6, above=True)
+        if self.downweight < 1 and self.rule == "coupled":
+            raise ConfigError(f"downweight: got {self.downweight}, want 1 with rule='coupled'")
+        for name in ("reproducible", "cuda_graphs"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ConfigError(f"{name}: got {value!r}, want True or False")
+        for name in ("device", "draft_device"):
+            if not isinstance(value := getattr(self, name), str | None):
+                raise ConfigError(f"{name}: got {value!r}, want a name such as 'cuda:0', or None")
 
     @property
     def draft_len(self) -> int:
@@ -164,3 +162,20 @@ class EngineConfig:
     def fan_out(self) -> int:
         """Branches per request and round: SD is SSD that prepares none."""
         return self.branches if self.method == "ssd" else 0
+
+
+def check_number(
+    name: str,
+    value: Any,
+    low: float,
+    high: float,
+    *,
+    whole: bool = False,
+    above: bool = False,
+) -> None:
+    """Raise ConfigError unless `value` is a number in [low, high]; above: in (low, high]; whole: an
+    integer."""
+    kind = not isinstance(value, bool) and isinstance(value, int if whole else Real)
+    if not (kind and low <= value <= high and not (above and value == low)):
+        wanted = f"an integer in {low}..{high}" if whole else f"in {'[('[above]}{low:g}, {high:g}]"
+        raise ConfigError(f"{name}: got {value!r}, want {wanted}")

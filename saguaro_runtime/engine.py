@@ -11,7 +11,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from .background import Background
 from .build import build_lane, build_target, fit_memory, settle_method, share_cores
 from .chains import ChainStore, allocate_on
 from .config import EngineConfig
+from .intake import several
 from .metrics import Span
 from .params import SamplingParams
 from .requests import Output, Prompt, Request
@@ -157,12 +157,11 @@ class Engine:
 
         progress: a bar of tokens on stderr, if that is a terminal.
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
-        several: Sequence[Any] = [prompts] if single else list(prompts)
-        each = [params] * len(several) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(several):
-            raise ConfigError(f"params: got {len(each)} for {len(several)} prompts, want one each")
-        requests = self.scheduler.add_all(list(zip(several, each, strict=True)))
+        asked = several(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params] * len(asked)
+        if len(each) != len(asked):
+            raise ConfigError(f"params: got {len(each)} for {len(asked)} prompts, want one each")
+        requests = self.scheduler.add_all(list(zip(asked, each, strict=True)))
         most = sum(request.limit for request in requests)
         bar = tqdm(total=most, unit="token", disable=None if progress else True)
         try:

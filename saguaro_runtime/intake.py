@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
+from typing import Any
 
 from saguaro_kernels.errors import ConfigError
 
@@ -19,13 +22,15 @@ def new_request(
     """The request for a prompt.
 
     Raises:
-        ConfigError: an empty prompt, ids outside the vocabulary, text without a tokenizer, or more
-            tokens than the model or `max_tokens` hold.
+        ConfigError: an empty prompt, ids outside the vocabulary, text without a tokenizer, more
+            tokens than the model or `max_tokens` hold, or parameters that leave no token.
     """
     tokenizer, vocab = built.tokenizer, built.model.vocab_size
+    if not isinstance(params, SamplingParams):
+        raise ConfigError(f"params: got {params!r}, want SamplingParams")
     if (isinstance(prompt, str) or params.stop) and tokenizer is None:
         raise ConfigError("prompt: text or stop strings need Engine(..., tokenizer=...)")
-    ids = tokenizer(prompt).input_ids if isinstance(prompt, str) else [int(id) for id in prompt]
+    ids = prompt_ids(prompt, tokenizer)
     if not ids:
         raise ConfigError("prompt: got no tokens, want at least one")
     for name, token_ids in (("prompt", ids), ("allowed_token_ids", params.allowed_token_ids or ())):
@@ -35,6 +40,15 @@ def new_request(
         raise ConfigError(f"prompt: {len(ids)} tokens, the model holds {built.max_length}")
     stop_ids = frozenset(params.stop_token_ids)
     stop_ids |= frozenset() if params.ignore_eos else built.stop_ids
+    if (
+        params.min_new_tokens
+        and params.allowed_token_ids
+        and stop_ids >= {*params.allowed_token_ids}
+    ):
+        raise ConfigError(
+            f"allowed_token_ids: all of {list(params.allowed_token_ids)[:8]} end the text, and "
+            f"min_new_tokens={params.min_new_tokens} forbids that; allow another one"
+        )
     request = Request(
         uid=next(uids),
         prompt=ids,
@@ -56,3 +70,51 @@ def new_request(
 def slots_of(request: Request, config: EngineConfig) -> int:
     """Key-value slots a request may fill: its text, and a chain behind it."""
     return len(request.prompt) + request.limit + config.draft_len + 1
+
+
+def several(prompts: Any) -> list[Any]:
+    """One prompt or several of them, as a list.
+
+    Raises:
+        ConfigError: neither, as a tokenizer's whole output is.
+    """
+    if isinstance(prompts, str) or getattr(prompts, "ndim", 0) == 1:
+        return [prompts]
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+        raise ConfigError(
+            f"prompts: got {type(prompts).__name__}, want text, token ids, or a list of these"
+        )
+    found = list(prompts)
+    return [found] if found and isinstance(found[0], Integral) else found
+
+
+def prompt_ids(prompt: Prompt, tokenizer: Any, **options: Any) -> list[int]:
+    """The ids of a prompt; `options` go to the tokenizer.
+
+    Raises:
+        ConfigError: it is neither ids nor a text that can be written in UTF-8.
+    """
+    try:
+        if isinstance(prompt, str):
+            prompt.encode()  # halves of characters: tokenizers fail at them in ways of their own
+            return list(tokenizer(prompt, **options).input_ids)
+        return [operator.index(id) for id in prompt]
+    except Exception as error:
+        raise ConfigError(
+            f"prompt: got {prompt!r:.60}, want text or token ids ({error})"
+        ) from error
+
+
+def chat_ids(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
+    """The ids of a conversation by the tokenizer's chat template, up to the answer's beginning.
+
+    Raises:
+        ConfigError: the template, a program of the model's authors, refuses it.
+    """
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:
+        raise ConfigError(
+            f"messages: the chat template refuses them ({type(error).__name__}: {error})"
+        ) from error
+    return prompt_ids(text, tokenizer, add_special_tokens=False)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
+from typing import Any
 
 import torch
 
 from saguaro_kernels.errors import ConfigError
+
+from .config import check_number
 
 LogitsProcessor = Callable[[Sequence[int], Sequence[int], torch.Tensor], torch.Tensor]
 """(prompt ids, new ids, logits [V] float32) -> logits [V], for the token that follows them."""
@@ -34,8 +37,8 @@ class SamplingParams:
         ignore_eos: do not end at the model's end-of-sequence ids.
         min_new_tokens: before so many, ids that end the text are forbidden and stop strings are
             text like any other.
-        repetition_penalty: > 0; logits of ids in prompt or text are divided by it where positive,
-            multiplied where negative; 1 is off.
+        repetition_penalty: in [1e-6, 1e6]; logits of ids in prompt or text are divided by it where
+            positive, multiplied where negative; 1 is off.
         frequency_penalty, presence_penalty: taken from an id's logit for each time it is in the
             text, and once if it is; in [-100, 100], 0 is off.
         allowed_token_ids: all other ids are forbidden; None is off.
@@ -69,40 +72,36 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop or ())
+        _require("stop", stop, "strings, none empty", all(isinstance(i, str) and i for i in stop))
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            if (its := getattr(self, name)) is None and name == "allowed_token_ids":
+                continue
+            its = _items(name, its)
+            _require(name, its, "integers", all(isinstance(id, Integral) for id in its))
+            object.__setattr__(self, name, tuple(dict.fromkeys(map(int, its))))
         allowed = self.allowed_token_ids
-        if allowed is not None:
-            allowed = tuple(dict.fromkeys(allowed))
-            object.__setattr__(self, "allowed_token_ids", allowed)
-        most = self.max_new_tokens
-        whole = isinstance(most, int) and isinstance(self.seed, int)
-        _require("max_new_tokens, seed", (most, self.seed), "integers", whole)
-        _require("max_new_tokens", most, ">= 0", most >= 0)
-        _require("temperature", self.temperature, "in [0, 1e6]", 0 <= self.temperature <= 1e6)
-        top_k = self.top_k
-        good = top_k is None or (isinstance(top_k, int) and 1 <= top_k < 2**31)
-        _require("top_k", top_k, "an integer in [1, 2^31)", good)
-        _require("top_p", self.top_p, "in (0, 1]", self.top_p is None or 0 < self.top_p <= 1)
-        _require("min_p", self.min_p, "in [0, 1]", self.min_p is None or 0 <= self.min_p <= 1)
-        _require("seed", self.seed, "in [-2^63, 2^63)", -(2**63) <= self.seed < 2**63)
-        _require("stop", self.stop, "without empty strings", all(self.stop))
-        least = self.min_new_tokens
-        good = isinstance(least, int) and 0 <= least <= most
-        _require("min_new_tokens", least, f"an integer in 0..max_new_tokens={most}", good)
-        penalty = self.repetition_penalty
-        good = math.isfinite(penalty) and penalty > 0
-        _require("repetition_penalty", penalty, "finite and > 0", good)
-        for name in ("frequency_penalty", "presence_penalty"):
-            value = getattr(self, name)
-            _require(name, value, "in [-100, 100]", -100 <= value <= 100)
         _require("allowed_token_ids", allowed, "at least one id", allowed is None or bool(allowed))
-        call = self.logits_processor
+        most = self.max_new_tokens
+        check_number("max_new_tokens", most, 0, 2**63 - 1, whole=True)
+        check_number("min_new_tokens", self.min_new_tokens, 0, most, whole=True)
+        check_number("seed", self.seed, -(2**63), 2**63 - 1, whole=True)
+        check_number("temperature", self.temperature, 0, 1e6)
+        check_number("repetition_penalty", self.repetition_penalty, 1e-6, 1e6)
+        for name in ("frequency_penalty", "presence_penalty"):
+            check_number(name, getattr(self, name), -100, 100)
+        for name, low, high, whole, above in (
+            ("top_k", 1, 2**31 - 1, True, False),
+            ("top_p", 0, 1, False, True),
+            ("min_p", 0, 1, False, False),
+            ("logprobs", 0, 1024, True, False),
+        ):
+            if (its := getattr(self, name)) is not None:
+                check_number(name, its, low, high, whole=whole, above=above)
+        call, ignore = self.logits_processor, self.ignore_eos
         _require("logits_processor", call, "a callable", call is None or callable(call))
-        count = self.logprobs
-        good = count is None or (isinstance(count, int) and 0 <= count <= 1024)
-        _require("logprobs", count, "an integer in 0..1024", good)
+        _require("ignore_eos", ignore, "True or False", isinstance(ignore, bool))
 
     def without_functions(self) -> SamplingParams:
         """The same without what cannot be sent to another process."""
@@ -112,3 +111,9 @@ class SamplingParams:
 def _require(name: str, got: object, wanted: str, good: bool) -> None:
     if not good:
         raise ConfigError(f"{name}: got {got!r}, want {wanted}")
+
+
+def _items(name: str, value: Any) -> tuple[Any, ...]:
+    good = isinstance(value, Collection) and not isinstance(value, str | bytes)
+    _require(name, value, "a list", good)
+    return tuple(value)

@@ -32,7 +32,7 @@ class LogitsEditor:
         self, params: SamplingParams, prompt: Sequence[int], stop_ids: frozenset[int], vocab: int
     ) -> None:
         self.params, self.prompt = params, prompt
-        self._stop_ids = torch.tensor([id for id in stop_ids if id < vocab], dtype=torch.int64)
+        self._stop_ids = torch.tensor([id for id in stop_ids if 0 <= id < vocab], dtype=torch.int64)
         self._forbidden: torch.Tensor | None = None
         if params.allowed_token_ids is not None:
             self._forbidden = torch.ones(vocab, dtype=torch.bool)

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -20,6 +21,7 @@ from . import (
 
 if TYPE_CHECKING:
     from ..engine import Engine
+    from ..params import SamplingParams
     from ..requests import Request
 
 EXAMPLES = """\
@@ -40,26 +42,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_models(args)
     print(f"loading {args.target}", file=sys.stderr, flush=True)
-    from saguaro_runtime import Engine
+    from saguaro_runtime import Engine, SamplingParams
 
     config = engine_config(args, max_batch=1)
+    params = SamplingParams(args.max_new_tokens, args.temperature, seed=args.seed)
     with Engine(args.target, args.draft, config) as engine, StatusLine(sys.stderr) as status:
         print(HELP, file=sys.stderr, flush=True)
-        Conversation(engine, args, status).hold()
+        Conversation(engine, params, status, args.system).hold()
     return 0
 
 
 class Conversation:
     """Questions from stdin, answers to stdout; everything else goes to stderr."""
 
-    def __init__(self, engine: Engine, args: argparse.Namespace, status: StatusLine) -> None:
-        self.engine, self.args, self.status = engine, args, status
+    def __init__(
+        self, engine: Engine, params: SamplingParams, status: StatusLine, system: str | None = None
+    ) -> None:
+        self.engine, self.params, self.status, self.system = engine, params, status, system
         self.turns = 0
         self.reset()
 
     def reset(self) -> None:
-        system = self.args.system
-        self.messages = [{"role": "system", "content": system}] if system else []
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def hold(self) -> None:
         """Until the end of input."""
@@ -83,14 +87,15 @@ class Conversation:
 
     def answer(self, question: str) -> None:
         """Stream the answer; what came of it before Ctrl-C stays in the conversation."""
-        from saguaro_runtime import ConfigError, SamplingParams
+        from saguaro_runtime import ConfigError
 
         self.messages.append({"role": "user", "content": question})
-        args = self.args
-        params = SamplingParams(args.max_new_tokens, args.temperature, seed=args.seed + self.turns)
+        # The last seed there is is followed by the first one.
+        seed = (self.params.seed + self.turns + 2**63) % 2**64 - 2**63
         self.turns += 1
         try:
-            request = self.engine.add(encode(self.engine.tokenizer, self.messages), params)
+            ids = encode(self.engine.tokenizer, self.messages)
+            request = self.engine.add(ids, replace(self.params, seed=seed))
         except ConfigError as error:
             self.messages.pop()
             print(f"{error}; /reset begins anew", file=sys.stderr)
@@ -112,11 +117,12 @@ class Conversation:
 
 def encode(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
     """The conversation's ids by the tokenizer's template, or as a plain dialogue without one."""
+    from ..intake import chat_ids, prompt_ids
+
     if getattr(tokenizer, "chat_template", None):
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return list(tokenizer(text, add_special_tokens=False).input_ids)
+        return chat_ids(messages, tokenizer)
     lines = [f"{message['role'].capitalize()}: {message['content']}" for message in messages]
-    return list(tokenizer("\n".join([*lines, "Assistant:"])).input_ids)
+    return prompt_ids("\n".join([*lines, "Assistant:"]), tokenizer)
 
 
 def figures(request: Request, seconds: float) -> str:

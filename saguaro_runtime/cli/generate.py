@@ -81,11 +81,11 @@ def run(args: argparse.Namespace) -> int:
 
 def encode(tokenizer: Any, text: str, *, chat: bool) -> list[int]:
     """A prompt's ids; as a user's message if `chat` is set and the tokenizer has a template."""
+    from ..intake import chat_ids, prompt_ids
+
     if chat and getattr(tokenizer, "chat_template", None):
-        message = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        return list(tokenizer(text, add_special_tokens=False).input_ids)
-    return list(tokenizer(text).input_ids)
+        return chat_ids([{"role": "user", "content": text}], tokenizer)
+    return prompt_ids(text, tokenizer)
 
 
 def _record(output: Output) -> str:

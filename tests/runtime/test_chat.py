@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tiny_models
 
+import saguaro_runtime
 from saguaro_kernels import _launch
 from saguaro_runtime import Engine, EngineConfig, SamplingParams, build, cli
 from saguaro_runtime.cli import chat
@@ -62,10 +63,9 @@ def test_an_answer_that_does_not_fit_says_so(
 def test_ctrl_c_stops_the_answer_and_keeps_what_came(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    args = cli.command_parser(["chat"]).parse_args(["chat", "--target", model, "--draft", model])
     config = EngineConfig(k=2, branches=4)
     with Engine(model, model, config) as engine:
-        conversation = Conversation(engine, args, StatusLine(io.StringIO()))
+        conversation = Conversation(engine, SamplingParams(512), StatusLine(io.StringIO()))
         step, steps = engine.step, 0
 
         def interrupted() -> Any:
@@ -125,3 +125,11 @@ def test_the_line_of_figures_keeps_out_of_the_text(monkeypatch: pytest.MonkeyPat
 def test_chat_needs_models_that_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["chat", "--target", str(tmp_path / "no"), "--method", "ar"]) == 1
     assert "does not exist" in capsys.readouterr().err
+
+
+def test_options_are_checked_before_anything_is_loaded(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(saguaro_runtime, "Engine", None)
+    assert talk(model, "hello\n", monkeypatch, "--temperature", "-1") == 1
+    assert "temperature: got -1.0" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import scripts
 import torch
@@ -185,6 +186,10 @@ def test_leaving_a_stream_early_cancels_it() -> None:
         ([1, V], 5, "0..11"),
         ([1, -1], 5, "0..11"),
         ([1] * 50, 50, "max_tokens=64"),
+        ([1, 1.5], 5, "want text or token ids"),
+        ([1, None], 5, "want text or token ids"),
+        (None, 5, "want text or token ids"),
+        ("half \ud83d", 5, "want text or token ids"),
     ],
 )
 def test_requests_that_cannot_be_served_are_refused_before_any_work(
@@ -215,6 +220,11 @@ def test_text_needs_a_tokenizer() -> None:
         {"temperature": float("inf")}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5},
         {"min_p": -0.1}, {"min_p": 1.1}, {"seed": 2**63}, {"stop": ("",)},
         {"top_k": 2**31}, {"top_k": 1.5}, {"temperature": 1e39}, {"max_new_tokens": 2.5},
+        {"temperature": "1"}, {"top_p": "1"}, {"min_p": [0]}, {"stop": 5}, {"stop": (1,)},
+        {"stop_token_ids": 5}, {"stop_token_ids": (1.0,)}, {"allowed_token_ids": "ab"},
+        {"allowed_token_ids": ()}, {"repetition_penalty": 0.0}, {"repetition_penalty": 1e-300},
+        {"frequency_penalty": float("nan")}, {"presence_penalty": None}, {"logprobs": -1},
+        {"logprobs": True}, {"min_new_tokens": 129}, {"ignore_eos": "no"}, {"seed": 1.0},
     ],
 )  # fmt: skip
 def test_sampling_parameters_are_checked(wrong: dict) -> None:
@@ -228,11 +238,37 @@ def test_sampling_parameters_are_checked(wrong: dict) -> None:
         {"method": "magic"}, {"rule": "beam"}, {"k": 0}, {"k": 65}, {"branches": 0},
         {"ranking": "x"}, {"fallback": "x"}, {"lane": "x"}, {"max_batch": 0}, {"impl": "x"},
         {"draft_timeout_s": 0.0}, {"draft_timeout_s": float("inf")}, {"threads": 0}, {"k": 2.5},
+        {"k": True}, {"downweight": None}, {"downweight": 0}, {"draft_timeout_s": "1"},
+        {"memory_limit": 0}, {"reproducible": "no"}, {"device": 0}, {"draft_device": 1},
+        {"downweight": 0.5, "rule": "coupled"},
     ],
 )  # fmt: skip
 def test_engine_options_are_checked(wrong: dict) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         EngineConfig(**wrong)
+
+
+def test_prompts_come_as_lists_arrays_and_tensors_but_not_as_a_tokenizers_whole_output() -> None:
+    params = SamplingParams(max_new_tokens=2)
+    with _engine() as engine:
+        for one in ([1, 2], (1, 2), np.array([1, 2]), torch.tensor([1, 2]), torch.tensor([[1, 2]])):
+            assert [its.token_ids for its in engine.generate(one, params)] == [[3, 4]]
+        assert engine.generate([], params) == []
+        for wrong in ({"input_ids": [1, 2]}, 5, None):
+            with pytest.raises(ConfigError, match="prompts: got"):
+                engine.generate(wrong, params)
+        with pytest.raises(ConfigError, match="params: got"):
+            engine.generate([1], None)
+
+
+def test_ids_that_stop_and_ids_that_are_allowed() -> None:
+    with _engine() as engine:
+        # An id that no logits are for never comes; counted from the end it would be another one.
+        params = SamplingParams(max_new_tokens=3, min_new_tokens=3, stop_token_ids=(3 - V, V + 5))
+        assert engine.generate([1, 2], params)[0].token_ids == [3, 4, 5]
+        params = SamplingParams(min_new_tokens=1, stop_token_ids=(3, 4), allowed_token_ids=(4, 3))
+        with pytest.raises(ConfigError, match="end the text"):
+            engine.generate([1, 2], params)
 
 
 def test_options_are_frozen_and_print_themselves() -> None:
