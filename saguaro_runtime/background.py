@@ -1,4 +1,4 @@
-"""Rounds in a thread of their own, for callers that must not wait in theirs."""
+"""Rounds in a background thread, for callers that must not block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Background:
-    """Runs one round at a time; all that wait at the same time wait for the same round."""
+    """Runs one round at a time; callers that wait at the same time share it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -29,7 +29,7 @@ class Background:
             if self._round is None or self._round.done():
                 self._round = self._executor.submit(step)
             running = self._round
-        # Who stops waiting leaves the round to the others.
+        # A caller that is cancelled must not cancel the round of the others.
         await asyncio.shield(asyncio.wrap_future(running))
 
     def close(self) -> None:

@@ -29,9 +29,14 @@ from .transfer import CPU, Seat
 
 @dataclass
 class Built:
-    """A target ready to run. `source`: the transformers model behind it, or the Model itself;
-    `lane`: of its draft; `seat`: where it runs; `timeline`: of what it does there; `graphs`: of
-    both models, by whose they are."""
+    """A target ready to run.
+
+    Attributes:
+        source: the transformers model it wraps, or the user's Model itself.
+        lane: name of the lane that its draft will run in.
+        seat, timeline: where the target runs, and the spans of its work.
+        graphs: CUDA graphs by model, "target" and "draft"; empty where nothing is captured.
+    """
 
     model: Model
     source: Any
@@ -110,8 +115,8 @@ def fit_memory(
 
 
 def settle_method(draft: Any, config: EngineConfig) -> EngineConfig:
-    """The configuration with the method that the draft allows: n-grams take no time to draft, so
-    that there is nothing to draft ahead."""
+    """The configuration with "ssd" replaced by "sd" for n-grams: they take no time to propose, so
+    there is nothing to gain by drafting ahead."""
     if config.method == "ssd" and isinstance(draft, str) and draft == NGRAM:
         return dataclasses.replace(config, method="sd")
     return config

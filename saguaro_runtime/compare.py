@@ -1,4 +1,4 @@
-"""Are two texts the same text? Equal, different, or parted by a near tie of two forwards.
+"""Whether two runs gave the same text: equal, different, or diverging at a near tie.
 
 Forwards of different widths round differently. Where two runs of one seed part, the comparison that
 decided is computed again from fresh forwards over the common prefix. If it was closer than TIE,

@@ -1,4 +1,4 @@
-"""Where the two models go. What cannot be is refused by name, and before anything is loaded."""
+"""Which devices the two models run on; impossible combinations raise before anything is loaded."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ class Places(NamedTuple):
 def places(config: EngineConfig, loaded: torch.device | None = None) -> Places:
     """What `device` and `draft_device` mean on this machine.
 
-    "auto" is a GPU for the target and another one for the draft, as far as there are any. The
+    "auto" is a GPU for the target and another one for the draft, as far as there are GPUs. The
     draft's default is the target's device, and "auto" with device="auto".
 
-    loaded: where a target lies that was not given by path.
+    loaded: device of a target that is already loaded, not given by path.
 
     Raises:
-        ConfigError: a device that is not here, or models on a CPU and a GPU.
+        ConfigError: this machine has no such device, or one model would be on a CPU and the other
+            on a GPU.
     """
     gpus = torch.cuda.device_count()
     if loaded is not None:
@@ -51,7 +52,7 @@ def device_of(option: str, name: str) -> torch.device:
     """The device of this name, as torch writes it; "cuda" is the first GPU.
 
     Raises:
-        ConfigError: it is not here, or nothing that models are run on.
+        ConfigError: this machine has no such device, or models cannot run on it.
     """
     here = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     found = "cuda:0" if name == "cuda" else name

@@ -1,8 +1,9 @@
 """The engine: requests join, decode in rounds, and leave.
 
-One round, in `Engine.step`: the drafter answers the last outcome with chains and drafts ahead on
-its own; meanwhile the target verifies; what it accepts, and one token more, is committed. `method`
-decides only what the drafter does: nothing ("ar"), chains ("sd"), or chains and branches ("ssd").
+A round, see `Engine._round`: the drafter answers the last outcome with the next chain of each row
+and goes on to draft ahead; meanwhile the target verifies the chains. The accepted drafts and one
+extra token are committed. `method` decides only what the drafter does: nothing ("ar"), chains
+("sd"), or chains and branches for the outcomes to come ("ssd").
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ _DEFAULT = EngineConfig()
 class Engine:
     """Decodes requests with a target and a draft. Use it as a context manager, or call close().
 
-    All methods may be called from any thread. Rounds run one at a time; whoever steps serves all
-    requests. `add` and `cancel` never wait for a round; the rest waits for the one that is running,
-    so it must not be called from inside one (a logits processor, a tokenizer).
+    All methods may be called from any thread. Rounds run one at a time, and each serves all
+    requests, whichever thread called `step`. `add` and `cancel` do not wait for a round. All other
+    methods wait for the one in progress, so a logits processor or a tokenizer must not call them.
 
     Args:
         target, draft: a loaded transformers model, a folder or hub name, or a `Model`. draft may be
@@ -107,7 +108,7 @@ class Engine:
             self._settle()
 
     def _round(self) -> list[Request]:
-        self._take_in()
+        self._admit()
         turn = self.scheduler.turn()
         if turn is None:
             return []
@@ -131,12 +132,12 @@ class Engine:
         return finished
 
     def cancel(self, request: Request) -> None:
-        """End a request, at once or after the round that runs; the tokens it has stay in it."""
+        """End a request, now or after the round in progress; it keeps the tokens it has."""
         self._cancelled.append(request)
         self._settle()
 
     def _settle(self) -> None:
-        """End what was cancelled, unless a round runs: then its thread does."""
+        """End cancelled requests; if a round is in progress, its thread does so at its end."""
         while self._cancelled and self._lock.acquire(blocking=False):
             try:
                 with self._seat.working():
@@ -153,9 +154,9 @@ class Engine:
         *,
         progress: bool = False,
     ) -> list[Output]:
-        """Decode prompts to their ends; outputs in order, one prompt gives a list of one.
+        """Decode prompts to completion; outputs in their order, one prompt gives a list of one.
 
-        progress: a bar of tokens on stderr, if that is a terminal.
+        progress: show a progress bar of tokens on stderr, if that is a terminal.
         """
         asked = several(prompts)
         each = list(params) if isinstance(params, Sequence) else [params] * len(asked)
@@ -175,10 +176,10 @@ class Engine:
         return [request.output() for request in requests]
 
     def stream(self, prompt: Prompt | Request, params: SamplingParams = _GREEDY) -> Iterator[str]:
-        """Yield the text of one request as it is decided; leaving early cancels it.
+        """Yield the text of one request as it is generated; leaving early cancels it.
 
-        Instead of a prompt, a request that `add` returned: its counts and log-probabilities can
-        then be read beside the text, and its output() at the end.
+        `prompt` may also be a request that `add` returned: its counts and log-probabilities can
+        then be read along with the text, and its output() at the end.
         """
         request = self._followed(prompt, params)
         try:
@@ -194,7 +195,7 @@ class Engine:
     async def astream(
         self, prompt: Prompt | Request, params: SamplingParams = _GREEDY
     ) -> AsyncIterator[str]:
-        """`stream` for asyncio: rounds run in a thread of their own and serve all streams."""
+        """`stream` for asyncio: rounds run in a background thread and serve all streams."""
         request = self._followed(prompt, params)
         try:
             while request.finish_reason is None:
@@ -213,7 +214,7 @@ class Engine:
 
     @property
     def spans(self) -> deque[Span]:
-        """The latest pieces of work of all lanes, up to the last call of stats()."""
+        """The most recent spans of work of all lanes, up to the last call of stats()."""
         return self._stats.log.spans
 
     def stats(self) -> dict[str, Any]:
@@ -232,7 +233,7 @@ class Engine:
             self._stats.reset()
 
     def close(self) -> None:
-        """End the drafter and give back what the engine changed. Safe to call twice."""
+        """End the drafter and restore the number of CPU threads. Safe to call twice."""
         self._background.close()
         with self._lock:
             if self.lane is not None:
@@ -245,9 +246,9 @@ class Engine:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _take_in(self) -> None:
-        """Let waiting requests in, a piece of their prompts per round; the draft prefills while the
-        target does."""
+    def _admit(self) -> None:
+        """Give rows to waiting requests and prefill the next chunks of their prompts, on the draft
+        at the same time as on the target."""
         self.scheduler.admit()
         if self.lane and self.lane.empty:
             self.lane.admit(self.scheduler.rows())
@@ -263,7 +264,7 @@ class Engine:
                         piece = send(self.model.device, torch.tensor(new.prompt[start:-1]))[0]
                         self.model.prefill(new.row, piece, start)
             except BaseException as error:
-                # Its keys are incomplete: what comes after them would be decoded from nothing.
+                # Its keys are incomplete, so nothing can be decoded after them.
                 self.scheduler.fail([new.row], f"{type(error).__name__}: {error}")
                 self._release()
                 raise
@@ -286,6 +287,6 @@ def generate(
     params: SamplingParams | Sequence[SamplingParams] = _GREEDY,
     config: EngineConfig = _DEFAULT,
 ) -> list[Output]:
-    """Decode prompts with an engine made for them; see Engine."""
+    """Decode prompts with an engine made for this call; see Engine."""
     with Engine(target, draft, config, tokenizer) as engine:
         return engine.generate(prompts, params)

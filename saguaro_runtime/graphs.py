@@ -4,9 +4,9 @@
     warm-up   one graph for every bucket, all of a side in one pool of memory and on its stream
     call      copy the inputs to where the graph reads them, replay, hand out what it wrote
 
-Rows, lengths and the tree's step are read on the device, page tables by way of the rows. Rows that
-fill a bucket up are the model's spare row: its keys lie in a page of nobody, and what comes of it
-is cut off.
+Rows, lengths and the tree's step are read on the device, and page tables by row. A batch is padded
+to its bucket with the model's spare row, whose keys go to a page that no request holds and whose
+outputs are cut off.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .transfer import Seat
 class Graphs:
     """A `Model` in front of another, whose forwards it replays after `warm_up` has captured them.
 
-    What was not captured runs as it is: prompts, other shapes, and every forward of a model that
-    cannot be captured. Logits are good until the next forward.
+    What was not captured runs eagerly: prompts, other shapes, and every forward of a model that
+    cannot be captured. Logits are valid until the next forward.
 
     Args:
         seat: whose stream the graphs are captured and replayed on.
-        role: what messages call the model.
-        rows: most of a batch.
+        role: the model's name in messages.
+        rows: the largest batch.
         widths: tokens per row of `extend` that are captured.
         trees: (draft_len, branches) of `decode_tree` that are captured, all steps in one graph.
     """
@@ -66,12 +66,12 @@ class Graphs:
         self._replayed = self._eager = 0
 
     def warm_up(self) -> None:
-        """Capture every bucket, in the seat. A model that cannot be captured is named in a warning,
-        and runs as it is."""
+        """Capture every bucket, in the seat. If the model cannot be captured, warn, and run it
+        eagerly."""
         name = type(getattr(self.model, "model", self.model)).__name__
         try:
             pool = transfer.backend.graph_pool()
-            # The largest first: what it needs only while it runs serves the others as well.
+            # The largest first: the others then reuse its temporary memory.
             for bucket in sorted(self._buckets, key=lambda bucket: -bucket[0] * bucket[1]):
                 self._graphs[bucket] = self._capture(*bucket, pool)
         except Exception as error:
@@ -104,8 +104,8 @@ class Graphs:
         return len(self._graphs)
 
     def report(self) -> dict[str, Any]:
-        """Graphs there are, forwards that were replayed and those that were not, and why there are
-        no graphs."""
+        """Counts of graphs, of forwards replayed and of forwards run eagerly; if there are no
+        graphs, why."""
         counts = {"replayed": self._replayed, "eager": self._eager}
         return {"captured": self.captured, **counts, "why": self._why}
 
@@ -153,7 +153,7 @@ def draft_graphs(model: Model, seat: Seat, config: EngineConfig) -> Graphs:
 class _Graph:
     """A captured forward, where it reads and where it writes.
 
-    inputs: what the forward takes, batch first. idle: the values of rows that fill the batch up.
+    inputs: the forward's arguments, batch first. idle: the value of each in padding rows.
     """
 
     def __init__(
@@ -165,8 +165,8 @@ class _Graph:
         seat: Seat,
     ) -> None:
         self.inputs, self.idle, self._used = inputs, idle, 0
-        # What is compiled or allocated at first use is no part of the graph, and a forward that
-        # makes the host wait is found out here: a failed capture leaves the stream in disorder.
+        # Run it once before: compilation and first allocations must not be captured. A forward
+        # that makes the host wait fails here, as a failed capture leaves the stream unusable.
         with transfer.backend.never_waiting():
             forward(*inputs)
         self._graph, self.output = transfer.backend.capture(

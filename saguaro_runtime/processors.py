@@ -1,9 +1,9 @@
-"""What a request does to rows of logits before they are sampled, and what it wants to know of them.
+"""A request's changes to logits before they are sampled, and the log-probabilities it asks for.
 
     row i of a round predicts the token after   prompt + new tokens + d_1 .. d_i
 
-Each row is changed with the tokens before it, so the target's law with penalties, masks and the
-user's function is that of plain decoding with them, whatever is drafted.
+Each row is changed by the tokens before it alone, so with penalties, masks and the user's function
+the target's distribution is that of plain decoding, whatever is drafted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .params import SamplingParams
 
 
 class Logprobs(NamedTuple):
-    """Of one token under the model's own distribution; `top`: the likeliest ids, best first."""
+    """`token`: of the token itself, by the model's own distribution; `top`: the likeliest ids."""
 
     token: float
     top: dict[int, float]
@@ -39,7 +39,7 @@ class LogitsEditor:
             self._forbidden[list(params.allowed_token_ids)] = False
 
     def _follow(self, device: torch.device) -> None:
-        """Keep what rows are masked with on their device."""
+        """Move the masks to the rows' device."""
         if self._stop_ids.device != device:
             self._stop_ids = self._stop_ids.to(device)
             if self._forbidden is not None:
@@ -89,7 +89,7 @@ def edit_rows(
     texts: Sequence[list[int]],
     drafts: Sequence[list[int]],
 ) -> tuple[torch.Tensor, dict[int, str]]:
-    """The rows [B, K+1, V] as their requests want them; what went wrong, by index.
+    """The logits [B, K+1, V] with each request's changes, and error messages by index.
 
     `logits` is not written to. texts: new tokens so far; drafts: the num_draft drafts after them.
     A row whose editor raised is NaN: only a text that needs it ends there.

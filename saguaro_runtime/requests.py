@@ -1,4 +1,4 @@
-"""A request's state, its text and its stops, and what the user gets of it."""
+"""A request's state, its text and stop rules, and the output that the user gets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Prompt = str | Sequence[int]
 
 
 class Round(NamedTuple):
-    """One round: tokens committed before it, drafted for it, committed by it, its Source."""
+    """A request's round: tokens committed before it, drafted for it, committed by it; Source."""
 
     base: int
     drafted: int
@@ -57,7 +57,7 @@ class Output:
 
 
 class TextStream:
-    """Turns token ids into text as they come, without half characters and stop strings."""
+    """Incremental detokenizer: holds back partial characters and what a stop string may cut."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         self.text = ""
@@ -71,7 +71,7 @@ class TextStream:
     def append(self, token: int, *, may_stop: bool = True) -> None:
         """Take one token; afterwards `stopped` says whether it completed a stop string."""
         self._ids.append(token)
-        # A window of earlier ids goes with the new ones: some tokenizers join words by context.
+        # Decoded together with some earlier ids: how words are joined may depend on context.
         before = self._decode(self._ids[self._window : self._decoded])
         after = self._decode(self._ids[self._window :])
         if after.endswith("\ufffd"):
@@ -80,14 +80,14 @@ class TextStream:
         self._window, self._decoded = self._decoded, len(self._ids)
 
     def finish(self) -> None:
-        """Flush what was held back, half characters included."""
+        """Flush what was held back, partial characters included."""
         if not self.stopped and self._decoded < len(self._ids):
             before = self._decode(self._ids[self._window : self._decoded])
             self._accept(self._decode(self._ids[self._window :])[len(before) :])
         self._hold = 0
 
     def take(self) -> str:
-        """The text since the last call that no stop string can still cut."""
+        """The text since the last call, without what a stop string may still cut."""
         hold, text = 0 if self.stopped else self._hold, self.text
         end = max(self._emitted, len(text) - hold)
         piece, self._emitted = text[self._emitted : end], end
@@ -114,7 +114,7 @@ class Request:
     params: SamplingParams
     stop_ids: frozenset[int]
     limit: int
-    """Most new tokens: max_new_tokens, or less where the model's length ends before."""
+    """Most new tokens: max_new_tokens, or what is left of the model's length if that is less."""
     editor: LogitsEditor
     stream: TextStream | None = None
     row: int = -1
@@ -142,11 +142,11 @@ class Request:
         return self.limit - len(self.token_ids)
 
     def commit(self, tokens: list[int], logprobs: Sequence[Logprobs] = ()) -> None:
-        """Take a round's tokens up to the first stop; what lies behind it is dropped."""
+        """Append a round's tokens up to the first stop; those after it are dropped."""
         before = len(self.token_ids)
         try:
             self._take(tokens)
-        except Exception as error:  # the tokenizer's, over which other requests must not be lost
+        except Exception as error:  # from the tokenizer: other requests must not fail with it
             self.fail(f"{type(error).__name__}: {error}")
         self.logprobs += logprobs[: len(self.token_ids) - before]
         if self.token_ids and self.times.first is None:
@@ -169,7 +169,7 @@ class Request:
             self.finish_reason = "stop"  # what was held back completed a stop string
 
     def fail(self, reason: str) -> None:
-        """End the request for a reason that is not its text's; the tokens it has stay in it."""
+        """End the request with an error; it keeps the tokens it has."""
         self.finish_reason, self.error = "error", reason
         if self.stream is not None:
             with contextlib.suppress(Exception):
@@ -191,11 +191,11 @@ class Request:
                     break
 
     def take_text(self) -> str:
-        """The text since the last call that no stop can still cut."""
+        """The text since the last call, without what a stop string may still cut."""
         return self.stream.take() if self.stream is not None else ""
 
     def output(self) -> Output:
-        """What the request returned, so far if it has not finished."""
+        """What the request has produced, finished or not."""
         return Output(
             token_ids=list(self.token_ids),
             text=self.stream.text if self.stream is not None else "",

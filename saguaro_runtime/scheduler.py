@@ -1,4 +1,4 @@
-"""Who decodes: requests wait, get a row, take part in rounds and leave. No models here."""
+"""Which requests decode: they wait, get a row, take part in rounds and leave. No models here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .round import Admission, Chunk, RowTable, Turn
 from .verifier import Judgement
 
 _BROKEN = (Status.NAN, Status.EMPTY)
-"""The target's own row has no law to draw from. A broken draft row costs speed and nothing else."""
+"""The target's row defines no distribution to draw from. A broken draft row only costs speed."""
 
 
 class Scheduler:
@@ -36,7 +36,7 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._running: dict[int, Request] = {}
         self._filled: dict[int, int] = {}
-        """Tokens taken in of prompts that are not yet wholly."""
+        """Rows whose prompts are not fully prefilled yet: tokens prefilled so far."""
         self._left: list[int] = []
         self._accepted: dict[int, int] = {}
         self._prepared: dict[int, tuple[int, int, bool]] = {}
@@ -81,8 +81,8 @@ class Scheduler:
             self._filled[request.row] = 0
 
     def chunks(self) -> Iterator[Chunk]:
-        """Pieces of the prompts of new rows, at most `prefill_chunk` tokens in all, first come
-        first served. A row takes part in rounds once its last piece has been taken.
+        """Chunks of the prompts of new rows, at most `prefill_chunk` tokens in all, first come
+        first served. A row takes part in rounds once its last chunk has been taken.
 
         Where a prompt is cut depends on its own length alone, and so do the logits of its row.
         """
@@ -102,11 +102,11 @@ class Scheduler:
                     self._filled.pop(row, None)
 
     def rows(self) -> list[Admission]:
-        """All rows with their texts so far, for a draft that holds none of them."""
+        """All running rows with their texts so far, for a draft that holds none of them."""
         return [self._admission(request) for request in self._running.values()]
 
     def turn(self) -> Turn | None:
-        """The outcomes of all rows whose prompts are taken in; None where there are none."""
+        """The outcomes of all rows whose prompts are prefilled; None if there are none."""
         rows = sorted(self._running.keys() - self._filled.keys())
         if not rows:
             return None
@@ -189,7 +189,7 @@ class Scheduler:
             self._leave(request)
 
     def fail(self, rows: list[int], reason: str) -> None:
-        """End the requests of `rows`, which the target could not take in."""
+        """End the requests of `rows`, whose prefill on the target failed."""
         for row in rows:
             request = self._running[row]
             request.fail(reason)

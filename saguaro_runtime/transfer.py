@@ -1,4 +1,4 @@
-"""Devices, streams and copies: what the runtime asks of CUDA, and all of it in this file.
+"""Devices, streams and copies: all that the runtime asks of CUDA is in this file.
 
 A side of the round works in a `Seat`: a device and, on a GPU, a stream of its own. Three things
 pass between seats and the host, none of which makes the host wait for work that is still queued:
@@ -27,7 +27,7 @@ class Cuda:
     """What the runtime uses of torch.cuda; `backend` is one, or a test's stand-in."""
 
     def stream(self, device: torch.device) -> Any:
-        """A new stream that comes after all that has been queued on the device so far."""
+        """A new stream, ordered after all work queued on the device so far."""
         torch.cuda.synchronize(device)
         return torch.cuda.Stream(device)
 
@@ -45,7 +45,7 @@ class Cuda:
         event.record(stream)
 
     def wait(self, stream: Any, event: Any) -> None:
-        """Work queued on `stream` from now on comes after `event`."""
+        """Order work queued on `stream` from now on after `event`."""
         stream.wait_event(event)
 
     def synchronize(self, event: Any) -> None:
@@ -59,7 +59,7 @@ class Cuda:
         return float(start.elapsed_time(end))
 
     def pinned(self, size: int) -> torch.Tensor:
-        """[size] uint8 of page-locked memory; torch gives it to nobody while a copy reads it."""
+        """[size] uint8 of page-locked memory; torch does not reuse it while a copy reads it."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def upload(self, pinned: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -69,12 +69,12 @@ class Cuda:
         target.copy_(source, non_blocking=True)
 
     def are_peers(self, first: torch.device, second: torch.device) -> bool:
-        """Whether one can read the other's memory without the host's."""
+        """Whether one can access the other's memory directly."""
         return first == second or torch.cuda.can_device_access_peer(first, second)
 
     @contextlib.contextmanager
     def never_waiting(self) -> Iterator[None]:
-        """An operation inside that makes the host wait raises; in other threads as well."""
+        """Inside, an operation that makes the host wait raises, in any thread."""
         before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -91,7 +91,7 @@ class Cuda:
     ) -> tuple[Any, torch.Tensor]:
         """The graph of what `work` queues on `stream`, and what it returns: written by replays."""
         graph = torch.cuda.CUDAGraph()
-        # Other threads of the process may do with their own streams what they like.
+        # Other threads of the process may go on using their own streams.
         with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
             made = work()
         return graph, made
@@ -128,7 +128,7 @@ class Seat:
 
 
 def send(device: torch.device, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Tensors of the host on `device`, in one copy that comes before what is queued next."""
+    """Host tensors on `device`: one copy on its current stream, before what is queued next."""
     if device.type == "cpu":
         return tensors
     flat = [tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors]
@@ -144,8 +144,8 @@ def send(device: torch.device, *tensors: torch.Tensor) -> tuple[torch.Tensor, ..
 
 
 class Mailbox:
-    """A few tensors of a device on their way to the host. What was taken is good until the next but
-    one is posted."""
+    """A few device tensors on their way to the host. There are two buffers: what `take` returned
+    stays valid until the second `post` after it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -155,7 +155,7 @@ class Mailbox:
         self._posted: list[torch.Tensor] = []
 
     def post(self, *tensors: torch.Tensor) -> None:
-        """Queue copies to the host behind what made the tensors."""
+        """Queue copies to the host, after the work that writes the tensors."""
         if self.device.type == "cpu":
             self._posted = list(tensors)
             return
@@ -168,15 +168,15 @@ class Mailbox:
                 buffers.append(backend.pinned(size))
             elif len(buffers[index]) < size:
                 buffers[index] = backend.pinned(size)
-            letter = buffers[index][:size].view(tensor.dtype).view(tensor.shape)
-            backend.copy(letter, tensor)
-            self._posted.append(letter)
+            on_host = buffers[index][:size].view(tensor.dtype).view(tensor.shape)
+            backend.copy(on_host, tensor)
+            self._posted.append(on_host)
         if self._events[self._side] is None:
             self._events[self._side] = backend.event()
         backend.record(self._events[self._side], backend.current_stream(self.device))
 
     def take(self) -> list[torch.Tensor]:
-        """The tensors posted last; waits until they have come."""
+        """The tensors posted last; waits until they have arrived."""
         if self.device.type != "cpu":
             backend.synchronize(self._events[self._side])
         return self._posted
@@ -191,7 +191,7 @@ class Crossing:
     """
 
     def __init__(self, source: Seat, target: Seat) -> None:
-        """The buffers have been made before, in the target's seat."""
+        """Make the buffers first, in the target's seat."""
         self.source, self.target = source, target
         self.direct = backend.are_peers(source.device, target.device)
         self.side = 0
@@ -203,7 +203,7 @@ class Crossing:
         self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def begin(self) -> int:
-        """In the source's seat: turn to the other buffer, whose last reader is waited for."""
+        """In the source's seat: switch to the other buffer, and wait for its last reader."""
         self.side = 1 - self.side
         backend.wait(self.source.stream, self._read[self.side])
         return self.side
@@ -221,13 +221,13 @@ class Crossing:
         backend.record(self._sent[self.side], self.source.stream)
 
     def receive(self) -> None:
-        """In the target's seat: what is queued next finds the buffers filled."""
+        """In the target's seat: work queued after this finds the buffers filled."""
         backend.wait(self.target.stream, self._sent[self.side])
         for halfway, there in self._parts:
             backend.copy(there, halfway)
 
     def done(self) -> None:
-        """In the target's seat: all that reads the buffers has been queued."""
+        """In the target's seat, once all work that reads the buffers has been queued."""
         backend.record(self._read[self.side], self.target.stream)
 
     def _halfway(self, index: int, tensor: torch.Tensor) -> torch.Tensor:

@@ -93,7 +93,7 @@ class Row:
 
 
 class Columns:
-    """Puts tokens to the streamer as generate() does, one of every row at a time."""
+    """Feeds the streamer as generate() does: one token of every row at a time."""
 
     def __init__(self, streamer: Any, pad: int) -> None:
         self._streamer, self._pad, self._sent = streamer, pad, 0

@@ -32,10 +32,10 @@ _ROOM = 512
 """Slots given to a text beyond its length; when they are used up it is prefilled anew."""
 
 _OURS: dict[str, Any] = {
-    # Their dice decide the extra token: a prediction from ours would predict nothing.
+    # Their random numbers decide the extra token: ours would predict nothing.
     "rule": "token",
     "ranking": "probability",
-    # Their loop waits for an answer and takes it for drawn from the draft's own rows.
+    # Their loop waits for an answer, and assumes it was drawn from the draft's own rows.
     "fallback": "batched_retry",
     "proposal": "none",
     "downweight": 1.0,

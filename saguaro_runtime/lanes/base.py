@@ -13,7 +13,7 @@ _BROKEN_FAULT = "the draft's logits are NaN or all -inf at times"
 
 
 def note_broken_rows(faults: list[str], spans: Iterable[Span]) -> None:
-    """Say so, once, where spans tell of logits that no token can be drawn from."""
+    """Add a fault, once, if spans report logits that no token can be drawn from."""
     if _BROKEN_FAULT not in faults and any(span.name == BROKEN for span in spans):
         faults.append(_BROKEN_FAULT)
 
@@ -41,7 +41,7 @@ class Lane(Protocol):
 
     @property
     def empty(self) -> bool:
-        """Whether the draft holds no rows and is to be given all that run: at the start, or again
+        """Whether the draft holds no rows and must be given all that are running: at the start, or
         after a failure."""
 
     def admit(self, admissions: list[Admission]) -> None:
@@ -54,11 +54,11 @@ class Lane(Protocol):
         """The chains that follow an outcome; None where the draft is late or off: go undrafted."""
 
     def meanwhile(self) -> None:
-        """The target's part of the turn has been queued; called before its outcome is waited for,
-        for lanes whose work this thread queues as well."""
+        """Called when the target's work has been queued, before its outcome is waited for: here
+        lanes whose draft is queued by the same thread let it draft ahead."""
 
     def spans(self, *, wait: bool = True) -> list[Span]:
-        """Work done on the draft's side since the last call; without waiting, what is known."""
+        """Work of the draft's side since the last call; with wait=False, what is known of it."""
 
     def close(self) -> None:
         """End the drafter and free what it held; safe to call twice."""

@@ -1,4 +1,4 @@
-"""A draft process and the pipe to it: started, spoken to, and ended with its engine."""
+"""A draft process and the pipe to it; it ends with its engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BROKEN = (EOFError, OSError)
 
 
 class Lost(Exception):
-    """The process is gone or of no more use; the text says why."""
+    """The process has ended or is of no more use; the message says why."""
 
 
 class Child:
@@ -66,7 +66,7 @@ class Child:
             self._connection.send_bytes(pickle.dumps(message))
         except _BROKEN:
             with contextlib.suppress(*_BROKEN):
-                self.receive(0.0)  # what it said last tells more than that it is gone
+                self.receive(0.0)  # its last message may say why it ended
             raise self._gone() from None
 
     def receive(self, timeout_s: float) -> Any:

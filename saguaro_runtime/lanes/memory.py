@@ -1,4 +1,4 @@
-"""Memory that two processes share and that no name keeps alive: it ends with the last of them."""
+"""Anonymous memory that two processes share; it is freed when the last of them ends."""
 
 from __future__ import annotations
 

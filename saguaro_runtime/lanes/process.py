@@ -1,4 +1,4 @@
-"""A second process for the draft: there two models overlap, in two threads they do not."""
+"""The draft in a second process: two threads of one process would share the interpreter lock."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from .memory import Arena, file_of
 from .worker import Setup, allocate_beat, is_answer, store_bytes
 
 _FURTHEST_BEHIND = 16
-"""Turns a draft may leave unanswered. It then gets no more until it has answered these, and what
-the texts have become meanwhile in one piece. Far fewer than fill the pipe."""
+"""Turns a draft may leave unanswered. Then it gets no more until it has answered them, and is given
+all texts anew. Far fewer than fill the pipe."""
 _STILL_S, _DEAD_S = 5.0, 30.0
-"""A draft whose heart has stopped so long is not waited for; so long, and it is started again."""
+"""Without a heartbeat for so long, a draft is not waited for; for so long, it is started again."""
 _LONGEST_S = 300.0
-"""For a start, or for an answer while the heart beats."""
+"""Longest wait for a start, or for an answer while there is a heartbeat."""
 _FORGIVEN_AFTER = 16
 """Turns answered for which one earlier restart is forgotten."""
 
 State = Literal["starting", "empty", "on", "behind"]
-"""Loading the draft; to be given all rows; knows them and gets their turns; gets no more turns
-until it has answered those it has, and is then to be given all rows again."""
+"""starting: it loads the draft. empty: it must be given all running rows. on: it has them and gets
+their turns. behind: it gets no more turns until it has answered those it has; then it is empty."""
 
 
 class ProcessLane:
     """Runs the drafter in a process of its own; chains come back through shared memory.
 
-    It ends when the engine closes or dies. If it ends first, stops, or sends what cannot be, it is
-    started again while rows go on undrafted, and takes in their texts. One that keeps failing is
+    It ends when the engine closes or dies. If it ends first, hangs, or sends an invalid answer, it
+    is started again and given all texts; meanwhile rows go on undrafted. One that keeps failing is
     given up: `off` says why.
     """
 
@@ -210,7 +210,7 @@ class ProcessLane:
         if answer == ("ready",):
             self._state = "empty"
         elif answer is not None:
-            raise Lost("the draft process sent an answer that cannot be")
+            raise Lost("the draft process sent an invalid answer")
         elif time.monotonic() > self._heard_s + _LONGEST_S:
             raise Lost(f"the draft process was not ready after {_LONGEST_S:.0f} s")
         return self._state == "empty"
@@ -229,11 +229,11 @@ class ProcessLane:
             return None
         masks = torch.from_numpy(answer[2])
         if masks.shape != (2, len(turn.rows)):
-            raise Lost("the draft process sent an answer that cannot be")
+            raise Lost("the draft process sent an invalid answer")
         reply = Reply(*masks)
         ready = turn.select(reply.ready)
         if not self.chain.is_legal(ready.rows, ready.budget):
-            raise Lost("the draft process sent a chain that cannot be")
+            raise Lost("the draft process sent an invalid chain")
         return reply
 
     def _send(self, message: object) -> None:
@@ -245,7 +245,7 @@ class ProcessLane:
             self._lose(error)
 
     def _still_s(self) -> float:
-        """How long ago the process's heart beat last."""
+        """Seconds since the process's last heartbeat."""
         return time.monotonic() - float(self._beat)
 
     def _take_answers(self) -> None:
@@ -274,7 +274,7 @@ class ProcessLane:
         return answer
 
     def _receive(self, timeout_s: float) -> Any:
-        """The next answer, or None: too late, or its heart has stopped."""
+        """The next answer, or None: too late, or no heartbeat."""
         deadline = time.monotonic() + timeout_s
         answer = self._child.receive(min(timeout_s, 0.5))
         while answer is None and time.monotonic() < deadline and self._still_s() < _STILL_S:
@@ -283,7 +283,7 @@ class ProcessLane:
             return None
         self._heard_s = time.monotonic()
         if not is_answer(answer):
-            raise Lost("the draft process sent an answer that cannot be")
+            raise Lost("the draft process sent an invalid answer")
         if answer[0] == "spans":
             self._asked_spans = False
             self._spans.extend(answer[1])

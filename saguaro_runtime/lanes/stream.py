@@ -1,4 +1,4 @@
-"""Two CUDA streams, on one GPU or on two: the draft's work lies beside the target's.
+"""Two CUDA streams, on one GPU or on two: the draft's work overlaps the target's.
 
 One thread of the host queues everything and waits once a round, for the outcome:
 

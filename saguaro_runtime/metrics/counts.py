@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Source = Literal["first", "asked", "hit", "miss", "late"]
-"""Why a round had the chain it had: a request's first round, which has none; a chain drafted on
-demand, where nothing is prepared; the outcome before it was prepared; or it could have been and
-was not; or the draft did not answer in time, or was off, and there was none."""
+"""Where the chain of a round came from. first: a request's first round, which has none. asked:
+drafted on demand, as nothing was prepared. hit, miss: the last outcome was, or was not, among the
+prepared ones. late: the draft did not answer in time, or was off, and there is none."""
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Times:
     ended: float | None = None
 
     def summary(self, tokens: int) -> dict[str, float]:
-        """Seconds from its adding; up to now where something is still to come."""
+        """Seconds since it was added; up to now for what is still to come."""
         now = time.monotonic() if self.ended is None else self.ended
         first = now if self.first is None else self.first
         admitted = now if self.admitted is None else self.admitted
@@ -49,8 +49,8 @@ class Histogram:
         self.total = 0.0
 
     def add(self, value: float, times: int = 1) -> None:
-        """Take a value, in the unit of the bounds, `times` times; above all of them it counts in
-        the last place."""
+        """Count a value `times` times, in the unit of the bounds; in the last place if it is above
+        all of them."""
         self.counts[bisect.bisect_left(self.bounds, value)] += times
         self.total += times * value
 
@@ -113,8 +113,8 @@ class Counts:
         _count(self.rounds_after, source)
 
     def add_lookup(self, accepted: int, hit: bool, fallback: str) -> None:
-        """A row's look for its outcome, of so many `accepted` drafts; `fallback`: what the row goes
-        on with where it is none of the prepared."""
+        """A row's lookup of its outcome, with `accepted` drafts; `fallback`: what the row goes on
+        with if it was not prepared."""
         self.hits += hit
         self.misses += not hit
         _count(self.hits_by_length if hit else self.misses_by_length, accepted)

@@ -1,4 +1,4 @@
-"""Pieces of work of all lanes, as they lay in time."""
+"""Spans of work of all lanes over time."""
 
 from __future__ import annotations
 
@@ -120,20 +120,19 @@ def overlap(spans: Iterable[Span], inner: str, outer: str) -> float:
 
 
 class Pause(NamedTuple):
-    """What lies between two verifications, seconds per round: drafting ahead that outlasts the
-    first of them, and time in which neither side works: hand-offs and the host's own work."""
+    """The time between two verifications, in seconds per round. overrun: drafting ahead that
+    outlasts the first of them; host: neither side works, hand-offs and the host's own work."""
 
     overrun: float = 0.0
     host: float = 0.0
 
 
 def pause(spans: Iterable[Span]) -> Pause:
-    """The mean pause between two verifications, of those without a prompt in between.
+    """The mean pause between two verifications, without those during which a prompt is prefilled.
 
         | verify | overrun | the draft answers | host | verify |
 
-    Where the draft has begun to draft ahead for the second of them, it has answered: from there on
-    it is the host that is waited for.
+    Once the draft drafts ahead for the second of them it has answered: what is left is the host's.
     """
     work = sorted((span for span in spans if not span.lane.startswith("row ")), key=_start)
     verifies = [span for span in work if span.name == "verify"]

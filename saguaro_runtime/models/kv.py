@@ -17,8 +17,8 @@ class PagedKV:
     Slot j of row r lies in page page_table[r, j // page_size] at j % page_size. Unused entries of
     the page table are 0, so a gather over the whole table never leaves the pool.
 
-    On a GPU a page and a row more than asked for are nobody's: `spare_row` writes to that page, so
-    that it can fill a batch up to the size of a captured graph.
+    On a GPU there are one page and one row more than asked for, which no request gets: `spare_row`
+    writes to that page, and so can pad a batch to the size of a captured graph.
 
     Attributes:
         data: [layers, 2, pages, page_size, kv_heads, head_dim]; index 1 is key (0) or value (1).
@@ -41,7 +41,7 @@ class PagedKV:
         """`tokens`: slots of the whole pool, rounded up to pages.
 
         Raises:
-            ConfigError: there is not so much memory.
+            ConfigError: the device has less memory.
         """
         pages = -(-tokens // page_size)
         self.page_size = page_size

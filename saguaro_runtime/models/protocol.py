@@ -20,7 +20,7 @@ class Model(Protocol):
         vocab_ids: of a draft with fewer ids than its target, and only there: [vocab_size] int64,
             ascending, the target's ids that the logits' columns stand for. It reads all of them.
         spare_row: of a model on a GPU whose forwards may be captured as CUDA graphs, and only
-            there: a row that is never allocated, whose keys nobody reads. `extend` and
+            there: a row that is never allocated, whose keys are never used. `extend` and
             `decode_tree` then read no value on the host, and `step` may also be an int32 tensor of
             one element.
     """
@@ -73,4 +73,4 @@ class Model(Protocol):
         draft_len: int,
         branches: int,
     ) -> None:
-        """Move the keys of branch [B] (-1: none) to the slots they hold once it is the chain."""
+        """Move the keys of branch [B] (-1: none) to the slots of the chain that it becomes."""

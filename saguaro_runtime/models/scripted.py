@@ -1,4 +1,4 @@
-"""A model whose law is a table and whose time is a number: for exact tests and for planning.
+"""A model with a table for its distribution and set times: for exact tests and for planning.
 
 It keeps tokens where a transformer keeps keys, and reads the two tokens before each position back
 from the slots a real model would see. A token stored in a wrong slot therefore changes its logits.

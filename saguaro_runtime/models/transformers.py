@@ -1,4 +1,4 @@
-"""Any transformers decoder-only model as a `Model`: its forward, our keys and our attention.
+"""Any transformers decoder-only model as a `Model`: its forward, our KV cache, our attention.
 
 The model runs unchanged, with `use_cache=False` and explicit positions. Its attention calls a
 function registered with transformers' AttentionInterface, which writes the new keys and values to

@@ -1,4 +1,4 @@
-"""What a round does: how much is drafted, and what a row does after an outcome nobody predicted.
+"""What a round does: how much is drafted, and what a row does after an outcome not predicted.
 
     batch_size   fallback by batch alone: 1 retries at once, up to 32 retry together, more go on
     adaptive     fallback by the crossover b* of measured hit rates, tokens and times
@@ -6,8 +6,8 @@
                  predicts a loss, standard speculative decoding or none; and the ranking and C, by
                  trials of both
 
-A policy looks at what was committed and at the clock, so it changes no law. With reproducible=True
-k and the fallback stay as they are, and with them the text of a seed.
+A policy depends on committed tokens and on the clock alone, so it does not bias the text. With
+reproducible=True k and the fallback are fixed, and with them the text of a seed.
 """
 
 from .fallback import choose_fallback, decide, retry_length

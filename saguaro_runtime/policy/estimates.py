@@ -1,7 +1,7 @@
-"""What the rounds so far say of a pair: times by the number of rows, acceptance, hit rates.
+"""Running estimates of a pair of models: times by the number of rows, acceptance, hit rates.
 
-All of it fades, so that it follows the text and the machine; it is a function of what was observed
-and of nothing else.
+Old observations fade, so that the estimates follow the text and the machine. They are a function of
+the observations and of nothing else.
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ from ..planner.theory import MissLaw, accept_lengths, fan_out, hit_rate
 _KEEP, _KEEP_TIME = 0.995, 0.99
 """What is left of an observation after each later one, and of a time."""
 _DOUBT = 0.1
-"""What a past text still counts when drafting ahead is tried again."""
+"""Weight left to what was seen of past texts when drafting ahead is tried again."""
 _FOLLOW = 0.05
-"""How fast the pace follows single pieces of work; much faster than times by rows do, or what is
-noise would count as pace."""
+"""How fast the pace follows single spans: much faster than the times by rows do."""
 _OUTLIER = 3.0
-"""A time so many times the usual counts as that."""
+"""A time is counted as at most so many times the usual one."""
 _HOPED = 1.4
-"""Tokens of a round that goes on with a proposal, before they are known: more than are usual, or
-where a redraft is about as good nobody would ever find out."""
+"""Tokens of a round that goes on with a proposal, before any were seen: an optimistic guess, as
+otherwise it would never be tried where a redraft is about as good."""
 _EXPONENTS = (0.5, 0.25, 0.75, 1.0, 1.5, 2.0)
-"""Of the miss probability, F^-r; the first where the branches have not varied enough to tell."""
+"""Candidates for r in the miss probability F^-r; the first if branches have varied too little."""
 
 
 class Faded:
-    """Sum and number of what was seen, the older the less."""
+    """Sum and number of observations, weighted the less the older they are."""
 
     def __init__(self, keep: float = _KEEP) -> None:
         self.count = self.total = 0.0
@@ -41,7 +40,7 @@ class Faded:
         self.total = self._keep * self.total + value
 
     def doubt(self, share: float) -> None:
-        """Let what was seen count as that share of it."""
+        """Scale the weight of what was seen by `share`."""
         self.count, self.total = share * self.count, share * self.total
 
     def mean(self, prior: float, weight: float = 2.0) -> float:
@@ -50,7 +49,7 @@ class Faded:
 
 
 def _by_rows(seconds: Mapping[int, float]) -> Callable[[int], float]:
-    """Time by rows: it never falls with them, and beyond what was measured grows no faster."""
+    """Time by rows: non-decreasing, extrapolated beyond what was measured by the last slope."""
     points: dict[int, float] = {}
     for rows, took in sorted(seconds.items()):
         points[rows] = max([took, 1e-9, *points.values()])
@@ -74,8 +73,8 @@ class Estimates:
         self.proposes = proposes
         self.seconds: dict[str, dict[int, Faded]] = {}
         self.pace = 1.0
-        """How slow the machine is now, to when it was first seen. Times are kept in units of it, so
-        that one measured long ago can stand beside one of today."""
+        """How slow the machine is now, relative to the first measurements. Times are kept in units
+        of it, so that old ones and new ones compare."""
         self.kept = Faded()
         self.hits: dict[tuple[int, int], Faded] = {}
         self.hits_after_undrafted = Faded()
@@ -132,12 +131,12 @@ class Estimates:
                 self.hits_after_undrafted.add(hit)
 
     def has_seen(self, name: str, rows: int) -> bool:
-        """Whether such work on so few rows, or fewer, was seen three times."""
+        """Whether such work on at most `rows` rows was seen three times."""
         found = self.seconds.get(name, {})
         return sum(faded.count for n, faded in found.items() if n <= rows) > 2
 
     def doubt(self) -> None:
-        """Trust little of what was seen of texts, after a time in which nothing could be."""
+        """Discount what was seen of texts, after a time in which nothing could be seen."""
         seen = self.kept, self.fast, self.hits_after_undrafted
         for faded in (*seen, *self.tokens.values(), *self.hits.values()):
             faded.doubt(_DOUBT)
@@ -156,7 +155,7 @@ class Estimates:
         return None
 
     def miss_law(self) -> MissLaw:
-        """The law under which the hit rates are those that were seen, as nearly as one law can."""
+        """The miss law that fits the observed hit rates best."""
         seen = [(key, hits) for key, hits in self.hits.items() if hits.count >= 4]
         if not seen:
             return MissLaw(0.25, _EXPONENTS[0])
@@ -182,7 +181,7 @@ class Estimates:
         return math.sqrt(low * high)
 
     def deployment(self, batch: int) -> Deployment | None:
-        """What the planner needs to know; None where a time lacks."""
+        """What the planner needs to know; None while a time has not been measured."""
         verify = self.time("verify")
         step = self.time("draft_step", "feed_last")
         tree, sample = self.time("tree_step"), self.time("sample")

@@ -15,16 +15,16 @@ from .search import MARGIN, Speeds, best_choice, cross, numbers_of
 from .trials import Trials
 
 _EVERY, _SOON, _SELDOM = 16, 4, 64
-"""Rounds between two decisions, and before the first; before one that may be urgent; and where
-nothing changes."""
+"""Rounds between two decisions: usually; while little is known; and at most, where nothing
+changes."""
 _PLAIN = 8
-"""From this round on, up to the first _EVERY, what plain decoding takes is measured where it is not
-known: from verifications of more rows it can only be guessed."""
+"""From this round to round _EVERY plain decoding is timed, if it has not been: its time can only be
+guessed from verifications of more rows."""
 _CLEAR = 0.5
-"""So much better is worth a change before enough has been seen."""
+"""The margin of a change before enough has been seen."""
 _LEAVE, _SURE = 0.15, 128
-"""Drafting ahead ends in the first rounds only where less is predicted to be so much better: once
-it has ended nothing is learned of it."""
+"""The margin for ending drafting ahead in the first _SURE rounds: once it has ended, no more is
+learned about it."""
 _PROBE, _PROBE_MOST = 64, 1024
 """Rounds without drafting ahead after which it is tried again; doubled each time it loses."""
 _KEPT = 64
@@ -60,7 +60,7 @@ class Policy:
         """What the next round of `batch` rows does."""
         self._round += 1
         if batch != self._batch:
-            # Another batch is another question; what is known answers it at once.
+            # Another batch size needs a decision of its own, at once.
             self._due = self._due if self._choice is None else self._round
             self._batch = batch
             if self._choice is None or self._choice.method == "ssd":
@@ -85,14 +85,14 @@ class Policy:
         """Take the times of work that was done, once a round."""
         if not self._adapts:
             return
-        if self._round > 1:  # the first one pays for what is done once
+        if self._round > 1:  # the first round includes one-time costs
             self.estimates.observe_spans(spans)
         verified = next((span for span in spans if span.name == "verify"), None)
         if verified is None:
             return
         end, prompts = verified.end, any(span.name == "prefill" for span in spans)
         if self._undrafted == (True, True) and not prompts:
-            # What takes longer than the work itself is no cost of a round: somebody was away.
+            # A pause longer than the work itself is no cost of a round: the caller was away.
             length = verified.end - verified.start
             self.estimates.observe_pause(min(verified.start - self._last_end, length))
         # A choice counts once the branches of the one before are used up.

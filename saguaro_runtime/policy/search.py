@@ -1,4 +1,4 @@
-"""The choice that the closed forms like best, given what has been measured."""
+"""The best choice by the closed forms, given what has been measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .estimates import Estimates, Faded
 from .fallback import Choice, retries, short
 
 MARGIN = 0.03
-"""What is in use stays unless another choice is predicted to be so much better."""
+"""A choice is replaced only if another is predicted to be better by this share."""
 _TRUSTED = 48.0
 """Rounds after which a measured speed counts as much as the predicted one."""
 _SIZES = (2, 4, 8, 12, 16, 20, 24, 32, 48, 64)
@@ -111,7 +111,7 @@ def best_choice(
     leave: float,
     pace: float,
 ) -> tuple[Choice, str, dict[str, float]]:
-    """The choice that Theorem 7 likes best, or less drafting where it predicts a loss.
+    """The fastest choice by Theorem 7, or less drafting where it predicts a loss.
 
     `now` stays unless another one is better by `margin`, and drafting ahead unless less is better
     by `leave`.

@@ -27,7 +27,7 @@ little is known; and later."""
 _ENOUGH, _MUCH = 32, 400
 """What must have been seen of each before one is judged, and where trials become seldom."""
 _MARGIN, _SIGMAS = 0.02, 2.0
-"""The other way must be so much better, as a share and in standard errors of the difference."""
+"""How much better the other way must be: as a share, and in standard errors of the difference."""
 _KEEP = 0.998
 """What is left of an observation after each later one: differences are small, so it is long."""
 _BANDS = (NOISE_FROM_TEMPERATURE, 0.8)
@@ -120,7 +120,7 @@ class Trials:
         free = free and config.rule != "coupled"
         # A row that sits out says a round later whether it hit, of which round is not known.
         self._ranks = free and config.ranking == "auto" and config.fallback != "independent"
-        # Where the ranking knows the dice C gains nothing, see docs/theory.md.
+        # Where the ranking uses the verifier's noise C gains nothing, see docs/theory.md.
         self._scales = free and config.ranking == "probability" and config.downweight == 1
         self._rankings = [
             Contest("probability", "noise"),

@@ -12,7 +12,7 @@ from ..processors import Logprobs
 
 
 class Answer:
-    """The frame around the pieces of one response; both kinds, whole and in a stream."""
+    """Formats one response: of a completion or a chat, as a whole or as a stream."""
 
     def __init__(self, kind: Literal["completion", "chat"], model: str, tokenizer: Any) -> None:
         self.kind, self.tokenizer = kind, tokenizer
