@@ -17,8 +17,8 @@ IMPLEMENTATIONS: dict[str, Callable[..., None]] = {}
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None), int, float, bool, str})
 
-# torch has no public names for these. Each is true while it is in use; where one is missing, every
-# call goes through the dispatcher.
+# Each is true while such a listener is active. torch has no public names for them; if one is
+# missing, every call goes through the dispatcher.
 try:
     _LISTENERS: tuple[Callable[[], Any], ...] = (
         torch._C._len_torch_dispatch_stack,

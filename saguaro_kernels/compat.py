@@ -8,7 +8,7 @@ The random numbers are a function of (seed, offset, request): raise `offset` wit
 pass neither and let torch's generator of the device give a seed, which CUDA graphs replay rightly.
 Both are integers of 64 bits, signed or not: -2^63 .. 2^64 - 1.
 
-An id outside the vocabulary is a draft that is refused. Ids of a bonus token are emitted as given.
+An id outside the vocabulary is a draft that is rejected. Ids of a bonus token are emitted as given.
 
 Sources: the documented interfaces of flashinfer.sampling.chain_speculative_sampling and of vLLM's
 rejection sampler; the rule, arXiv 2211.17192 and 2302.01318.

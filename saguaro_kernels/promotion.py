@@ -47,7 +47,7 @@ def promotion_config(positions: int, inner: int) -> PromotionConfig:
 
 
 def _hits(depth: torch.Tensor, branch: torch.Tensor, draft_len: int, branches: int) -> torch.Tensor:
-    """Which requests hit a branch that there is, drafted for a depth that there is."""
+    """Which requests have a hit: branch and depth both in range."""
     return (branch >= 0) & (branch < branches) & (depth >= 0) & (depth <= draft_len)
 
 
@@ -242,7 +242,8 @@ def _promote_pages_kernel(
         table_ptr += request * table_stride_b
         kept = tl.load(table_ptr + source + step * branches, mask=moves, other=0)
         displaced = tl.load(table_ptr + target + step, mask=moves, other=0)
-        # Chain slots that are no branch slot lose their page, the other way round one needs one.
+        # Chain slots that are no branch slot give up their page; branch slots that are no chain
+        # slot get one.
         behind = target + step - source
         taken = (behind >= 0) & (behind % branches == 0) & (behind <= draft_len * branches)
         loses = moves & (taken == 0)

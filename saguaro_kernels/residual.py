@@ -1,4 +1,4 @@
-"""The residual of a refused draft as a row of probabilities, for users who want the row.
+"""The residual of a rejected draft as a row of probabilities, for users who want the row.
 
     residual[r, x] = max(a[r] p[r, x] - q[r, x], 0) / mass[r],   mass[r] = its sum over x
 

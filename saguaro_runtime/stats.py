@@ -1,4 +1,4 @@
-"""What an engine has done so far, put together from its scheduler, its lanes and its clock."""
+"""What an engine has done so far, from the counts of its scheduler and the spans of its lanes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Stats:
         self._graphs = scheduler.built.graphs
 
     def collect(self, *, wait: bool = True) -> list[Span]:
-        """Take the spans of all lanes since the last time; without waiting, those at hand."""
+        """Take the spans of all lanes since the last call; with wait=False, those available."""
         spans = self.timeline.drain() + (self.lane.spans(wait=wait) if self.lane else [])
         self.log.extend(spans)
         return spans

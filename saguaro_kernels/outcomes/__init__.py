@@ -8,10 +8,10 @@ for k = num_draft.
     weight[k, x] = P(k) * exp(score[k, x]) / sum over candidates x' of exp(score[k, x'])
 
 The verifier draws the extra token by Gumbel-argmax under the stream EXTRA at offset k. With
-ranking "noise" the drafter ranks with those very g, so it predicts the dice as well as the
-distribution; with "coupled" g is the stream COUPLED; with "probability" g = 0. T = 0 has no dice
-and ranks by z. This decides which branches are prepared and nothing else, so it cannot change the
-law of the output.
+ranking "noise" the drafter ranks with the same g, so it predicts the random draw as well as the
+distribution; with "coupled" g is the stream COUPLED; with "probability" g = 0. At T = 0 nothing is
+drawn and the ranking is by z. It decides which branches are prepared and nothing else, so it cannot
+change the distribution of the output.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class _Block:
     first: int
     last: int
     rows: slice | torch.Tensor
-    """Rows of pages.flatten(0, 1), a slice where they are neighbours; none that nobody sees."""
+    """Rows of pages.flatten(0, 1) that some query sees; a slice where they are contiguous."""
     slots: np.ndarray
     mask: torch.Tensor | None
     """[queries, rows] added to the scores; None: large, made when needed."""

@@ -1,8 +1,8 @@
-"""Verification of drafted tokens by the target: how many are kept, and the one token it adds.
+"""Verification of drafted tokens by the target: how many are accepted, and the token it adds.
 
 Glossary: *draft* d_1..d_K, d_i ~ q_i; *target row* p_1..p_{K+1}; *accepted* the kept prefix, length
 k; *extra* the token the target adds: *recovered* when k < num_draft, *bonus* when k = num_draft.
-K stands for the row's own num_draft. Under every rule the text has the target's law.
+K stands for the row's own num_draft. Under every rule the text is distributed as the target's.
 
     token    accept d_i iff u_i q_i(d_i) < p_i(d_i), stop at the first failure; a_k = 1
     block    a_0 = 1, a_i = min(1, a_{i-1} p_i(d_i) / q_i(d_i))
@@ -72,7 +72,7 @@ def verify(
             [>= verify_workspace_size(B, K, V)] float32, its contents do not matter.
     Returns:
         Verdict: num_accepted [B] int32; tokens [B, K+1] int64: accepted, extra, PAD; status [B].
-        Where p equals q to rounding and a draft is refused nevertheless, the extra comes from p.
+        Where p equals q to rounding and a draft is rejected nevertheless, the extra comes from p.
     Raises:
         ShapeError, DTypeError, DeviceError: a tensor does not fit. ConfigError: unknown rule, or a
         sampled draft without logq or temperature. Values are not checked on the device: see status.

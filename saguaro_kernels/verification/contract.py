@@ -29,7 +29,7 @@ class Draft:
 
     Fields:
         tokens: [B, K] int64 ids of the target's vocabulary, PAD beyond num_draft. K may be 0. An id
-            outside the vocabulary is a draft that is refused.
+            outside the vocabulary is a draft that is rejected.
         num_draft: [B] int32, clamped to 0..K.
         logits: [B, K, V_draft], or None when every row is one-hot (n-gram, argmax, replay).
             Ids at and beyond V_draft have q = 0.
@@ -98,9 +98,10 @@ class Verdict:
         num_accepted: [B] int32, k.
         tokens: [B, K+1] int64: the k accepted tokens, the extra token, then PAD.
         status: [B] int32. OK; NAN or EMPTY: a target row that was read held NaN or +inf, or no
-            finite logit. Its draft was refused and the extra token is a legal id, but there was no
-            law to follow: end or repeat the request. DRAFT_NAN: a draft row was unusable and its
-            token was judged as a one-hot draft; the law is still the target's, mind the drafter.
+            finite logit. Its draft was rejected and the extra token is a legal id, but the row
+            defines no distribution: end or repeat the request. DRAFT_NAN: a draft row was unusable
+            and its token was judged as a one-hot draft; the output still has the target's
+            distribution, but the drafter needs attention.
     """
 
     num_accepted: torch.Tensor

@@ -81,13 +81,13 @@ def verify_reference(
 
     # The extra token, from row k: known, or drawn from p, or from the residual.
     extra = torch.zeros_like(num_accepted)
-    refused = num_accepted < draft.num_draft
-    b = torch.nonzero(own_choice & refused)[:, 0]
+    rejected = num_accepted < draft.num_draft
+    b = torch.nonzero(own_choice & rejected)[:, 0]
     extra[b] = choice[b, num_accepted[b]]
-    b = torch.nonzero(~own_choice & refused)[:, 0]
+    b = torch.nonzero(~own_choice & rejected)[:, 0]
     if b.numel():
         extra[b] = _draw_residual(rows, draft, b, num_accepted[b], log_scale[b], keys)
-    b = torch.nonzero(~refused)[:, 0]
+    b = torch.nonzero(~rejected)[:, 0]
     if inputs.bonus_tokens is not None:
         extra[b] = inputs.bonus_tokens[b]
     elif b.numel():

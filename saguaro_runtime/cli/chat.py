@@ -86,7 +86,7 @@ class Conversation:
                 self.answer(question)
 
     def answer(self, question: str) -> None:
-        """Stream the answer; what came of it before Ctrl-C stays in the conversation."""
+        """Stream the answer; what was written before Ctrl-C stays in the conversation."""
         from saguaro_runtime import ConfigError
 
         self.messages.append({"role": "user", "content": question})
@@ -140,7 +140,7 @@ def figures(request: Request, seconds: float) -> str:
 
 
 class Interrupt:
-    """Inside, the first Ctrl-C only asks: a round is not broken off. The second one breaks off."""
+    """Inside, the first Ctrl-C sets `asked`, so that the round can end; the second interrupts."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -159,7 +159,8 @@ class Interrupt:
 
 
 class StatusLine:
-    """The terminal's last line, which text above it scrolls past. Elsewhere only what is kept."""
+    """A status line at the bottom of a terminal, below the scrolling text. If the stream is no
+    terminal, only what is to be kept is printed."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -176,7 +177,7 @@ class StatusLine:
             self._write(f"\x1b7\x1b[{self.rows};1H\x1b[2K\x1b[2m{text}\x1b[0m\x1b8")
 
     def keep(self, text: str) -> None:
-        """Put `text` where it stays."""
+        """Put `text` on the line for good; without a terminal, print it."""
         if self.rows > 2:
             self.show(text)
         else:

@@ -119,7 +119,7 @@ def try_pair(target: str, draft: str, config: EngineConfig = _DEFAULT) -> dict[s
 
 
 def render(report: dict[str, Any]) -> str:
-    """The report as lines of a name and what there is."""
+    """The report as lines: a name and what was found."""
     cpu, speculation = report["cpu"], report["speculation"]
     lines = [(name, text) for name, text in report["versions"].items()]
     lines.append(("flash-attn", "installed" if report["flash_attn"] else "not installed"))

@@ -99,8 +99,8 @@ def check_texts(
 ) -> Finding:
     """Whether the methods give the same texts: the worst verdict of `compare_texts`, and its gap.
 
-    Plain decoding is the yardstick at temperature 0 and with the coupled rule. Otherwise its text
-    is another one of the same law, and SD is the yardstick.
+    The reference is plain decoding at temperature 0 and with the coupled rule. Otherwise its text
+    is a different sample of the same distribution, and the reference is SD.
     """
     params = replace(params, max_new_tokens=min(params.max_new_tokens, CHECKED_TOKENS))
     same_text = params.temperature == 0 or variants[0].config.rule == "coupled"

@@ -1,4 +1,4 @@
-"""Variants of decoding, timed batch by batch in turn: a machine that drifts favours none."""
+"""Decoding methods timed in turn, batch by batch, so that a drifting machine favours none."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def measure(
     seconds: dict[str, list[float]] = {name: [] for name in texts}
     for variant in variants:
         _use(variant)
-        # Start-up, first touches of memory and the draft's arrival are not what is compared.
+        # Start-up, first touches of memory and the draft's loading are not to be compared.
         runs[variant.name].decode(batches[0], replace(params, max_new_tokens=WARM_UP_TOKENS))
         runs[variant.name].reset()
     for batch in batches:

@@ -1,4 +1,4 @@
-"""What a draft is worth on prompts it was not trained on: rounds of the engine, times, the plan."""
+"""How good a draft is on held-out prompts: acceptance in the engine's rounds, times, the plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KS = (2, 4)
 _BRANCHES = 16
 _FAN_OUTS = (1, 2, 4, 8, 16, 32)
 _USUAL_MISS = MissLaw(0.25, 0.5)
-"""Where too few drafts were refused to tell: what `saguaro plan` assumes."""
+"""Used if too few drafts were rejected to fit one: what `saguaro plan` assumes."""
 
 
 def measure(
@@ -42,8 +42,8 @@ def measure(
     acceptance: by temperature, the mean of sum over x of min(p(x), q(x)) at the target's own text.
     tokens_per_round: by K and temperature. draft_vocab: of a draft with a part of the target's ids,
     their number, how much of the target's text they are, and the times with the whole head. miss:
-    P(the token that replaces a refused draft is not among the F best others) = scale * F^-exponent,
-    at temperature 0. `tick` is called per run.
+    P(the token that replaces a rejected draft is not among the F best others) at temperature 0, as
+    scale * F^-exponent. `tick` is called per run.
     """
     acceptance: dict[str, float] = {}
     tokens_per_round: dict[str, dict[str, float]] = {str(k): {} for k in KS}
@@ -139,7 +139,7 @@ def _rows(
         if temperature:
             yield (p / temperature).softmax(-1), (q / temperature).softmax(-1)
         else:
-            # The draft's ranking is kept: below its favourite, which alone counts as its mass.
+            # One-hot, but with the draft's ranking of the other ids kept at negligible mass.
             yield _one_hot(p), _one_hot(q) + q.softmax(-1) * 1e-9
 
 
@@ -148,7 +148,7 @@ def _one_hot(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _miss_law(rows: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> MissLaw:
-    """How often the target's token is not among the F best of the draft but its favourite."""
+    """How often the target's token is not among the draft's F best ones after its first choice."""
     ranks = []
     for p, q in rows:
         token = p.argmax(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""What a long command shows while it works, and how it takes an interruption."""
+"""What a long command shows while it works, and how it handles an interruption."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Progress:
 
 
 class Interruptions:
-    """Inside, Ctrl-C and SIGTERM only leave a note, so that no step is cut in two.
+    """Inside, Ctrl-C and SIGTERM are only noted, so that no step is interrupted half-way.
 
     `raise_noted` does what the signal would have done; a second signal does it at once.
     """

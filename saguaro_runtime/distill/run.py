@@ -1,4 +1,4 @@
-"""The whole of a distillation: texts, training, the folder, the report. It may be resumed."""
+"""A whole distillation: texts, training, the draft's folder, the report. It can be resumed."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def distill(
 
     Args:
         target: a transformers folder, a GGUF file or a hub name; see `FAMILIES` for what it may be.
-        resume: go on with what an interrupted run has left in `out`, if there is any. It ends as
-            an uninterrupted run would have (same machine, same number of threads).
+        resume: continue an interrupted run in `out`, if there is one. The result is that of an
+            uninterrupted run (same machine, same number of threads).
     Raises:
         UnsupportedError: a target of another family, before any work.
         ConfigError: settings that do not fit the target or those of the run to be resumed, a folder
@@ -117,7 +117,7 @@ class _Run:
             size=CHUNK,
             max_new_tokens=settings.max_new_tokens,
             stop_ids=self.stop_ids,
-            # A GPU runs the target again sooner than a disk takes all its states.
+            # A GPU runs the target again faster than a disk stores all its states.
             keep_hidden=self.plan["device"] == "cpu",
         )
 

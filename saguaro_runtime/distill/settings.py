@@ -21,14 +21,14 @@ class Settings:
     """Options of a distillation.
 
     Args:
-        layers: which of the target's layers the draft begins as, or how many, half of them its
-            first and half its last.
+        layers: which of the target's layers the draft starts from, or how many: half of them the
+            first ones, half the last.
         draft_vocab: ids that the draft has logits for, the most frequent ones of the texts; the
             head is much of a small draft's time. None: all of the target's.
         draft: folder of a draft to go on from, with the layers and ids that it has.
         minutes: time for sampling and training together; measured at the start, it fixes how many
             texts are sampled and how many steps are trained. The report takes a little more.
-        texts: as many texts instead, whatever the time: the same draft on every run.
+        texts: number of texts instead of `minutes`; every run then gives the same draft.
         prompts: a file, see `read_prompts`; None: the target makes up its questions.
         seed: of everything random.
         dtype: of the products; "auto" is what this processor multiplies faster, bfloat16 on a GPU.
@@ -94,10 +94,10 @@ class Work:
         return {}
 
     def begin(self, target: str, settings: Settings, *, resume: bool) -> None:
-        """Make the folder, or see that what is there is to be resumed with the same settings.
+        """Make the folder, or check that the run in it is to be resumed with the same settings.
 
         Raises:
-            ConfigError: it is not, or it holds something else.
+            ConfigError: `resume` is not set, settings differ, or the folder holds something else.
         """
         wanted = {"target": target} | dataclasses.asdict(settings)
         if stored := self.stored():
@@ -120,7 +120,7 @@ class Work:
         write_json(self.settings, {"settings": wanted})
 
     def end(self, report: dict[str, Any]) -> None:
-        """Keep the report and drop what led to it."""
+        """Write the report and delete the intermediate files."""
         write_json(self.report, {"settings": self.stored()} | report)
         shutil.rmtree(self.folder)
 

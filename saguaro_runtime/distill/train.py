@@ -1,8 +1,8 @@
 """Training of the draft: batches by step number, AdamW with a cosine, checkpoints.
 
 What step s does depends on the seed and s alone, and a checkpoint holds all that the next step
-needs: a run that was killed and resumed ends as one that was not (on the same machine and number of
-threads).
+needs: a run that was killed and resumed gives the same draft as one that was not (on the same
+machine, with the same number of threads).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _ROWS_AT_ONCE = 512
 """Rows of logits held at once: a vocabulary of 150k is 300 MB of them."""
 _WARM_UP = 0.05
 _KL_SHARE = 0.5
-_KL_WEIGHT, _REFUSED_WEIGHT = 0.4, 2.0
-"""After the first `_KL_SHARE` of the steps, which are of the divergence alone."""
+_KL_WEIGHT, _REJECTED_WEIGHT = 0.4, 2.0
+"""Weights after the first `_KL_SHARE` of the steps, which train the divergence alone."""
 
 
 class Trainer:
@@ -119,10 +119,10 @@ class Trainer:
         with torch.no_grad():
             target_logits = target_head(target_states.to(target_head.weight.dtype))
         draft_logits = draft_head(draft_states.to(draft_head.weight.dtype))
-        kl, refused = distill_losses(draft_logits, target_logits, self.vocab)
+        kl, rejected = distill_losses(draft_logits, target_logits, self.vocab)
         if self.step < self.steps * _KL_SHARE:
             return kl.sum()
-        return _KL_WEIGHT * kl.sum() + _REFUSED_WEIGHT * refused.sum()
+        return _KL_WEIGHT * kl.sum() + _REJECTED_WEIGHT * rejected.sum()
 
     def _target_hidden(self, texts: Sequence[Text], ids: torch.Tensor) -> torch.Tensor:
         kept = [text.hidden for text in texts if text.hidden is not None]

@@ -26,7 +26,7 @@ _STATEFUL = tuple(
         "SynthIDTextWatermarkLogitsProcessor",
     )
 )
-"""Must see every token once and in order; drafts that are refused would be among what they see."""
+"""Must see every token once and in order; they would also see drafts that are rejected."""
 
 
 class Sampled(NamedTuple):
@@ -40,7 +40,7 @@ def split_processors(processors: Iterable[Any], do_sample: bool) -> Sampled:
     """Temperature, top-k, top-p and min-p at the list's end, in this order, and what precedes them.
 
     Raises:
-        UnsupportedError: a processor that cannot be called for drafts that may be refused.
+        UnsupportedError: a processor that cannot be called for drafts that may be rejected.
     """
     rest = list(processors)
     if rest and type(rest[-1]) is logits_process.LogitNormalization:

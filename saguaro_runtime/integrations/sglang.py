@@ -69,7 +69,7 @@ def register() -> None:
 
 
 def validate_server_args(server_args: Any) -> None:
-    """Raise ConfigError where the options ask for what is not the target's law, or for trees."""
+    """Raise ConfigError if the options ask for another distribution than the target's, or trees."""
     for name, wanted in (
         ("speculative_eagle_topk", (None, 1)),
         ("speculative_accept_threshold_single", (None, 1.0)),

@@ -4,7 +4,7 @@
 
 generate() prepares inputs, processors and stopping criteria as for its own loops and then calls the
 object instead of one of them. Processors and criteria are called per row and per token, processors
-also for drafts that may be refused: they must be functions of their arguments. Two things never
+also for drafts that may be rejected: they must be functions of their arguments. Two things never
 reach such a callable, because generate() keeps them: `streamer` and `tokenizer`. So the object
 carries them.
 

@@ -193,7 +193,7 @@ class ProcessLane:
         )
 
     def _lose(self, error: Lost) -> None:
-        """End a process that is of no use, and start another, if that has not been too often."""
+        """End a failed process and start another one, unless that has happened too often."""
         self._child.end(patience_s=0.0)
         self.faults.append(str(error))
         if not self._restarts_left:

@@ -1,4 +1,4 @@
-"""The draft process: builds a Speculator, answers turns, drafts ahead while nobody waits.
+"""The draft process: builds a Speculator, answers turns, and drafts ahead in between.
 
 The engine sends ("admit", admissions), ("release", rows), ("turn", number, decision, packed),
 ("spans",) and ("close",). It answers ("ready",), ("chain", number, [hit, ready], spans),

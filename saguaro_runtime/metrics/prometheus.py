@@ -1,4 +1,4 @@
-"""The numbers of an engine in Prometheus' text format, for whoever scrapes them."""
+"""The numbers of an engine in Prometheus' text format."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class PagedKV:
         except RuntimeError as error:
             size = math.prod(shape) * dtype.itemsize / 2**30
             raise ConfigError(
-                f"KV cache: {tokens} slots take {size:.1f} GiB, which cannot be had; lower "
+                f"KV cache: {tokens} slots take {size:.1f} GiB, which is more than there is; lower "
                 "EngineConfig(max_tokens=...)"
             ) from error
         self._free = list(range(pages))

@@ -1,4 +1,4 @@
-"""The search of `saguaro plan`: K, branches and fallback that Theorem 7 likes best."""
+"""The search of `saguaro plan`: K, branches and fallback that are fastest by Theorem 7."""
 
 from __future__ import annotations
 
@@ -24,14 +24,18 @@ class Deployment:
     """What is known of a pair and its devices.
 
     Args:
+        acceptance: probability that a draft is accepted if those before it were.
         verify_seconds: a target forward of one token per request: the unit T_V.
-        step_seconds: (rows) of one drafter forward.
-        verify_rows: (rows) of a target forward over so many tokens. Default: as fast as over few.
-        ahead_seconds: (k, rows) of drafting ahead. Default: k + 1 forwards.
-        abandons: a miss ends what is being drafted ahead, where the batch is 1.
-        tokens_fast: of a round that goes on after a miss; more than 1 where something is proposed.
-        hit_rate_fast: after such a round. Default: that of its single outcome row.
-        round_seconds: what every round takes beside the models, plain decoding's too.
+        step_seconds: function of rows: seconds of one drafter forward.
+        verify_rows: function of rows: seconds of a target forward over so many tokens. Default:
+            verify_seconds for any number.
+        ahead_seconds: function of (k, rows): seconds of drafting ahead. Default: k + 1 forwards.
+        abandons: at batch 1, a miss stops drafting ahead early.
+        tokens_fast: tokens of a round that goes on after a miss without a redraft; more than 1 if
+            there is a proposal.
+        hit_rate_fast: function of branches: hit rate after such a round. Default: that of its
+            single outcome row.
+        round_seconds: what every round takes besides the models, in plain decoding as well.
     """
 
     acceptance: float
@@ -51,7 +55,7 @@ class Deployment:
 
     @property
     def plain_seconds(self) -> float:
-        """A round of plain decoding, which speeds are given against."""
+        """Seconds of a round of plain decoding, the baseline of all speeds."""
         return self.verify_seconds + self.round_seconds
 
     def hit_rate_after_fast(self, branches: int) -> float:
@@ -65,7 +69,7 @@ class Deployment:
         return self.verify_rows(self.batch * (k + 1)) / self.verify_seconds
 
     def ahead(self, k: int, branches: int) -> float:
-        """Drafting ahead, in T_V; several drafters share the branches out."""
+        """Drafting ahead, in T_V; the branches are shared among the drafters."""
         rows = -(-self.batch * branches // self.drafters)
         if self.ahead_seconds is None:
             return (k + 1) * self.step_seconds(rows) / self.verify_seconds

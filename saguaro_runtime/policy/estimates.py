@@ -114,7 +114,7 @@ class Estimates:
         the round before had drafts. went_on: a missed row was not redrafted."""
         if source == "miss" and went_on:
             self.fast.add(accepted + 1.0)
-            if drafted:  # by nobody: it says nothing of the draft
+            if drafted:  # a proposal: it says nothing about the draft model
                 drafted = accepted = 0
         for _ in range(accepted):
             self.kept.add(1.0)

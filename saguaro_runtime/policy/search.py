@@ -56,7 +56,7 @@ class Speeds:
 def numbers_of(
     known: Deployment, estimates: Estimates, k: int, branches: int
 ) -> dict[str, float | int]:
-    """What is known of chains of k and so many branches, by name."""
+    """The estimates for chains of k with so many branches, by name."""
     batch = known.batch
     predicted = evaluate(known, k, branches, 0)
     seen = estimates.hits.get((k, branches))
