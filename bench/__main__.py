@@ -23,6 +23,9 @@ plots       the plots, likewise
 overhead    what a call costs on the host
 soak        is anything lost when the draft process dies again and again?
 gpu         check every kernel on a GPU, and time it
+
+Exit code: 0; 1 a gate is red, a limit is missed or a run failed, and a line says which; 2 wrong
+usage; 3 there is no GPU for what needs one.
 """
 
 from __future__ import annotations
@@ -48,8 +51,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--shapes", action="append", metavar="B=1,K=7,...",
                         help="instead of the case's own; what is left out is as in its\n"
                              "first; may be given again")  # fmt: skip
-    result.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
-    result.add_argument("--providers", help="comma-separated; default: all")
+    result.add_argument("--dtype", choices=("float32", "bfloat16", "float16"),
+                        help="of logits, keys and values; default: bfloat16")  # fmt: skip
+    result.add_argument("--providers", metavar="NAME,...", help="default: all; see --list")
     result.add_argument("--quick", action="store_true", help="the first shapes of each case")
     result.add_argument("--no-gate", action="store_true", help="do not run the gating tests")
     result.add_argument("--machine", default="H100 SXM",
@@ -93,6 +97,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _has_gpu() -> bool:
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return False  # there may be one, but hidden
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
 
 

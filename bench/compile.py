@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import json
 import multiprocessing
 import os
 import pkgutil
@@ -25,6 +24,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from . import files
 
 PACKAGE = "saguaro_kernels"
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -212,6 +213,10 @@ def render(binaries: Sequence[Binary]) -> str:
                 f"{b.tensor_core:15}" + _spills(b)
             )
         )
+    lines.append(
+        "registers: per thread. spilled: bytes of local memory per thread, "
+        "a failure where not known. load bits: of the widest global load of a thread."
+    )
     errors = sum(bool(b.error) for b in binaries)
     spills = [bool(b.known) for b in binaries if b.spill_bytes]
     lines.append(
@@ -234,7 +239,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--first", action="store_true", help="one case of each kernel")
     parser.add_argument("--targets", default=",".join(TARGETS), help="default: %(default)s")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--json", metavar="FILE", help="write the rows as JSON")
+    parser.add_argument("--json", type=files.output, metavar="FILE", help="write the rows as JSON")
     parser.add_argument("--package", default=PACKAGE, help="where to look for compile_cases()")
     options = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
@@ -248,7 +253,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     print(render(binaries))
     if options.json:
-        Path(options.json).write_text(json.dumps([asdict(b) for b in binaries], indent=1) + "\n")
+        files.write_json(options.json, [asdict(b) for b in binaries])
     if not binaries:
         print(f"no compile case of {options.package} matches {options.pattern!r}", file=sys.stderr)
         return 2

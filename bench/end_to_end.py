@@ -294,10 +294,11 @@ def loses(rows: Sequence[Row]) -> bool:
 
 
 def repeated(rows: Sequence[Row], before: Sequence[Row]) -> str:
-    """How far the ratios of another run lie from these, and from their spread."""
+    """The ratios of another run beside these: does each lie within the spread printed here?"""
     old = {(row.temperature, row.batch, row.variant): row for row in before}
-    ratios = [
-        (f"{row.variant}, T = {row.temperature:g}, batch {row.batch}, {name}", now, then)
+    lines = [
+        (f"{row.temperature:g}", str(row.batch), row.variant, name, _spread(then), _spread(now))
+        + (f"{now[0] / then[0] - 1:+.1%}", abs(now[0] - then[0]) <= now[2] - now[1])
         for row in rows
         if (other := old.get((row.temperature, row.batch, row.variant)))
         for name, now, then in (
@@ -305,15 +306,26 @@ def repeated(rows: Sequence[Row], before: Sequence[Row]) -> str:
         )
         if now[1] < now[2]
     ]  # fmt: skip
-    outside = [
-        f"{name}: {_spread(now)}, then {_spread(then)}"
-        for name, now, then in ratios
-        if abs(now[0] - then[0]) > now[2] - now[1]
+    if not lines:
+        return "no cell of that run is in this one"
+    headers = ("T", "batch", "variant", "ratio", "then", "now", "apart", "within spread")
+    within, apart = sum(line[-1] for line in lines), [abs(float(line[-2][:-1])) for line in lines]
+    note = (
+        f"{within} of {len(lines)} ratios differ by no more than the spread printed now (highest - "
+        f"lowest); {statistics.median(apart):.1f}% apart in the median"
+    )
+    return f"{report.table(headers, lines, left=4)}\n{note}"
+
+
+def changed(found: dict[str, Any], before: dict[str, Any]) -> str:
+    """What another run was made with, where that is not what this one is made with."""
+    lines = [
+        f"{name}: {before.get(part, {}).get(name)} then, {its} now"
+        for part in ("machine", "versions", "settings")
+        for name, its in found[part].items()
+        if name != "date" and before.get(part, {}).get(name) != its
     ]
-    apart = [abs(now[0] / then[0] - 1) for _, now, then in ratios]
-    middle = f", by {statistics.median(apart):.1%} in the median" if apart else ""
-    within = f"{len(ratios) - len(outside)} of {len(ratios)}"
-    return "\n".join([f"{within} ratios differ by less than the printed spread{middle}", *outside])
+    return "\n".join(["the other run differs in", *lines] if lines else ["of the same commit"])
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
@@ -322,13 +334,13 @@ def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
     return found, [Row(**row) for row in found["rows"]]
 
 
-def main(arguments: Sequence[str]) -> int:
-    """`python -m bench end_to_end`: 0 when measured; 1 if "auto" loses against SD in a cell."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The options of a run."""
+    result = argparse.ArgumentParser(
         prog="python -m bench end_to_end", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    add = parser.add_argument
+    add = result.add_argument
     add("--target", metavar="PATH", help="default: the demo's pair")
     add("--draft", metavar="PATH")
     add("--quick", action="store_true", help="batch 1, T = 0 and 1, methods only: 2 minutes")
@@ -346,7 +358,13 @@ def main(arguments: Sequence[str]) -> int:
         metavar="FILE",
         help="of --json: how far apart are they?",
     )
-    options = parser.parse_args(arguments)
+    return result
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`python -m bench end_to_end`: 0 when measured; 1 if "auto" loses against SD in a cell."""
+    options = parser().parse_args(arguments)
+    other, earlier = read(options.against) if options.against else ({}, [])
     if options.quick:
         options.batches, options.tokens = min(options.batches or 3, 3), min(options.tokens, 16)
     from saguaro_runtime.cli.doctor import faster_dtype
@@ -374,8 +392,9 @@ def main(arguments: Sequence[str]) -> int:
         rows += measured
         if options.json:
             data = found | {"rows": [asdict(row) for row in rows]}
-            options.json.write_text(json.dumps(data, indent=1) + "\n")
+            files.write_json(options.json, data)
     print(render(rows))
     if options.against:
-        print(repeated(rows, read(options.against)[1]))
+        print(f"\nBeside {options.against}, {changed(found, other)}")
+        print(repeated(rows, earlier))
     return int(loses(rows))

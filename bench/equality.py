@@ -177,6 +177,10 @@ def render(report: dict[str, Any]) -> str:
         equal = sum(its["verdict"] == "equal" for its in verdicts)
         note = f", near ties with gaps {', '.join(f'{gap:.1e}' for gap in ties)}" if ties else ""
         lines.append(f"{name:<26} {equal} of {len(verdicts)} equal{note}")
+    lines.append(
+        "generate: transformers' own, greedy. Near tie: what decided between two texts was less "
+        "than 1e-3 apart."
+    )
     return "\n".join([*lines, "passed" if report["passed"] else "FAILED"])
 
 
@@ -213,5 +217,5 @@ def main(arguments: Sequence[str]) -> int:
     }
     print(render(report))
     if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        files.write_json(options.json, report)
     return 0 if report["passed"] else 1

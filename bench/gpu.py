@@ -19,17 +19,15 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import report
+from . import files, report
 from .measure import moved, outputs
 from .registry import CASES, Case, Shape, shape_id
 
@@ -205,7 +203,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--two-devices", action="store_true", help="also draft on a second GPU")
     parser.add_argument(
         "--json",
-        type=Path,
+        type=files.output,
         metavar="FILE",
         help="checks, times and rows of tuning, with the machine",
     )
@@ -294,8 +292,7 @@ def _run(options: argparse.Namespace, device: str = "cuda") -> int:
     print(f"{len(rows)} rows, {failed} failed, {time.monotonic() - began:.0f} s", end="")
     print(f"; out of time: {', '.join(dict.fromkeys(missed))}" if missed else "")
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
         parts: dict[str, list[Any]] = {"results": results, "checks": rows, "tuning": tuned}
         data = {name: [dataclasses.asdict(row) for row in part] for name, part in parts.items()}
-        options.json.write_text(json.dumps({"machine": machine} | data, indent=1) + "\n")
+        files.write_json(options.json, {"machine": machine} | data)
     return int(failed > 0)

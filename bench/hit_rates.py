@@ -217,8 +217,7 @@ class Results:
         """Keep cells of "rates" or "tree_steps"."""
         self.data[kind] += cells
         self.data["machine"] = report.machine() | {"threads": torch.get_num_threads()}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(self.data, indent=1) + "\n")
+        files.write_json(self.path, self.data)
 
 
 def render(data: dict[str, Any]) -> str:
@@ -303,7 +302,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--min-rounds", type=int, default=500, help="at least, where T > 0 (500)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--json", type=files.output, metavar="FILE", default=RESULTS)
+    parser.add_argument("--json", type=files.output, metavar="FILE", default=str(RESULTS))
     options = parser.parse_args(arguments)
     settings = {
         "prompts": options.prompts,

@@ -83,7 +83,18 @@ def measure_traffic(
         ran = any(event.kind == "triton" for event in meter.events)
         ratio = meter.bytes_moved / bound
         filtered = "top_k" in shape or "top_p" in shape
-        within = meter.launches <= case.launches + filtered and meter.syncs == 0
+        # The byte bar is for rows without filters: those re-read the row.
+        limit = None if filtered else case.limit
+        over = [
+            f"{what} {value:.3g} > {most:.3g}"
+            for what, value, most in (
+                ("ratio to bound", ratio, limit),
+                ("launches", meter.launches, case.launches + filtered),
+                ("host syncs", meter.syncs, 0),
+            )
+            if name == "ours" and most is not None and value > most
+        ]
+        over += ["no Triton kernel ran"] if name == "ours" and not ran else []
         results.append(
             Result(
                 **row,
@@ -94,11 +105,9 @@ def measure_traffic(
                 wide_writes=len(meter.wide_writes(shape["V"])) if "V" in shape else None,
                 ratio=ratio,
                 predicted_us=meter.bytes_moved / BANDWIDTHS[machine] * 1e6,
-                # The byte bar is for rows without filters: those re-read the row, and say so.
-                meets_bound=within and (filtered or ratio <= case.limit)
-                if name == "ours"
-                else None,
-                note="no Triton kernel ran" if name == "ours" and not ran else "",
+                limit=limit if name == "ours" else None,
+                meets_bound=not over if name == "ours" else None,
+                note="; ".join(over),
             )
         )
     return results

@@ -118,7 +118,7 @@ def main(arguments: Sequence[str]) -> int:
     print(render(pair, found, same))
     if options.json:
         data = {"machine": report.machine(), "as": pair.name, "methods": found, "texts_equal": same}
-        options.json.write_text(json.dumps(data, indent=1) + "\n")
+        files.write_json(options.json, data)
     return int(not same)
 
 

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
@@ -24,7 +22,7 @@ from saguaro_runtime.demo.measure import Batch, EngineRun, Pair, measure, opened
 from saguaro_runtime.demo.report import Variant
 from saguaro_runtime.policy import Policy
 
-from . import report
+from . import files, report
 from .end_to_end import batches_of
 
 SWEEP = [(k, branches) for k in (1, 2, 4) for branches in (8, 20)]
@@ -140,10 +138,10 @@ def render(cells: Sequence[dict[str, Any]]) -> str:
     return "\n".join(blocks)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """`python -m bench policy`: 0 if auto is within 5 % of the best fixed variant everywhere."""
-    parser = argparse.ArgumentParser(prog="python -m bench policy", description=__doc__)
-    add = parser.add_argument
+def parser() -> argparse.ArgumentParser:
+    """The options of a run."""
+    result = argparse.ArgumentParser(prog="python -m bench policy", description=__doc__)
+    add = result.add_argument
     add("--tokens", type=int, default=40, help="per prompt (%(default)s)")
     add("--first", type=int, default=2, help="batches of the sweep (%(default)s)")
     add("--settle", type=int, default=4, help="batches by auto alone (%(default)s)")
@@ -151,8 +149,13 @@ def main(arguments: Sequence[str]) -> int:
     add("--finalists", type=int, default=3, help="of the sweep (%(default)s)")
     add("--size", type=int, default=1, help="prompts at once (%(default)s)")
     add("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    add("--json", type=Path, metavar="FILE", help="rewritten after every temperature")
-    options = parser.parse_args(arguments)
+    add("--json", type=files.output, metavar="FILE", help="rewritten after every temperature")
+    return result
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`python -m bench policy`: 0 if auto is within 5 % of the best fixed variant everywhere."""
+    options = parser().parse_args(arguments)
     from saguaro_runtime.cli.doctor import faster_dtype
     from saguaro_runtime.demo.cli import load
     from saguaro_runtime.demo.model import load_pair
@@ -174,6 +177,6 @@ def main(arguments: Sequence[str]) -> int:
         )  # fmt: skip
         if options.json:
             data = {"machine": report.machine(), "cells": cells}
-            options.json.write_text(json.dumps(data, indent=1) + "\n")
+            files.write_json(options.json, data)
     print(render(cells))
     return int(any(cell["auto_vs_best"] < 1 - WITHIN for cell in cells))

@@ -14,6 +14,8 @@ from typing import Any
 
 from saguaro_runtime.demo import report as demo_report
 
+from . import files
+
 HERE = Path(__file__).parent
 BANDWIDTHS = {"H100 SXM": 3.35e12, "H200": 4.8e12, "A100 80GB": 2.04e12, "MI300X": 5.3e12}
 
@@ -33,6 +35,8 @@ class Result:
     syncs: int | None = None
     wide_writes: int | None = None
     ratio: float | None = None
+    limit: float | None = None
+    """The most that `ratio` may be; None where any may."""
     predicted_us: float | None = None
     p20_us: float | None = None
     p50_us: float | None = None
@@ -55,37 +59,50 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Columns aligned, the first three to the left."""
+def table(headers: Sequence[str], rows: Sequence[Sequence[Any]], left: int = 3) -> str:
+    """Columns aligned, the first `left` of them to the left."""
     cells = [list(headers)] + [[_cell(value) for value in row] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(headers))]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if i < 3 else cell.rjust(width)
+            cell.ljust(width) if i < left else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in cells
     )
 
 
+def _shapes(results: Sequence[Result]) -> str:
+    return (
+        "Shapes: R rows or B requests, V ids of the vocabulary, K drafts, T temperature, F largest "
+        "ids kept, M branches,\nL tokens of trunk, N of history, Hq and Hkv heads of dimension D; "
+        f"{', '.join(dict.fromkeys(r.dtype for r in results))}."
+    )
+
+
 def traffic_table(results: Sequence[Result], machine: str) -> str:
     """What a run without a GPU prints."""
     headers = ("case", "provider", "shape", "launches", "host syncs", "MB read", "MB written",
-               "MB bound", "ratio to bound", "within limit", "predicted us")  # fmt: skip
+               "MB bound", "ratio to bound", "limit", "within", "predicted us")  # fmt: skip
     rows = []
     for r in results:
         mb = [None if b is None else b / 1e6 for b in (r.bytes_read, r.bytes_written)]
         rows.append(
             (r.case, r.provider, r.shape, r.launches, r.syncs, *mb, r.bound_bytes / 1e6, r.ratio)
-            + (r.meets_bound, r.predicted_us)
+            + (r.limit, r.meets_bound, r.predicted_us)
         )
-    notes = sorted({f"{r.case}: {r.note}" for r in results if r.note})
+    notes = sorted({f"{r.case}: {r.note}" for r in results if r.note and r.meets_bound is None})
     footer = (
-        "Counted: kernels launched, waits of the host for the device, and the MB that loads and "
-        "stores ask for, of one call;\nours in Triton's interpreter, torch op by op; what the "
-        "reference of the cache keeps in a dictionary is not counted.\nMB bound is the least that "
-        "any implementation moves; ours has a limit above it (NO fails).\n"
-        "Predicted: us = MB moved / "
+        f"{_shapes(results)}\n"
+        "Counted: of one call, kernels launched, waits of the host for the device, and the MB that "
+        "loads and stores ask for.\n"
+        "ours (this package's kernels) in Triton's interpreter, torch (their reference in plain "
+        "torch) op by op;\nwhat the reference of the cache keeps in a dictionary is not counted.\n"
+        "MB bound: what inputs and outputs have to be read and written once (bench/cases.py). Of "
+        "rules that may stop early,\nwhat the usual case reads: some stop sooner and go below 1. "
+        "limit: the most that ours may have of it; within: the same,\nand of launches, and no "
+        "host sync. NO fails the run.\n"
+        "predicted us: MB moved / "
         f"{BANDWIDTHS[machine] / 1e12:g} TB/s ({machine}); a prediction, nothing was timed."
     )
     return "\n".join([table(headers, rows), *notes, footer])
@@ -102,6 +119,8 @@ def time_table(results: Sequence[Result], roof: float, floor_us: float) -> str:
     ]
     notes = sorted({f"{r.case}: {r.note}" for r in results if r.note})
     footer = (
+        f"{_shapes(results)}\n"
+        "ours: this package's kernels. torch: their reference in plain torch.\n"
         "Timed: one call, in graph replays over rotated inputs, providers in turn; percentiles. "
         "Counted: launches.\nGB/s is the least that any implementation moves, over p50. Measured "
         f"roof {roof / 1e9:.0f} GB/s (copy); an empty launch takes {floor_us:.1f} us."
@@ -156,18 +175,20 @@ def machine() -> dict[str, Any]:
     import torch
 
     found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    git = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
-    )
-    found["commit"] = git.stdout.strip() or "unknown"
+    try:
+        git = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
+        )
+        found["commit"] = git.stdout.strip() or "unknown"
+    except OSError:  # no git here
+        found["commit"] = "unknown"
     return found
 
 
 def write_json(path: Path, results: Sequence[Result]) -> None:
     """The rows, with the machine, the versions and the commit."""
     data = {"machine": machine(), "results": [asdict(r) for r in results]}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=1) + "\n")
+    files.write_json(path, data)
 
 
 def read_json(path: Path) -> list[Result]:
@@ -177,7 +198,7 @@ def read_json(path: Path) -> list[Result]:
 
 def write_csv(path: Path, results: Sequence[Result]) -> None:
     """One line per row, with a header."""
-    with path.open("w", newline="") as file:
+    with files.whole(path) as part, part.open("w", newline="") as file:
         writer = csv.DictWriter(file, [f.name for f in fields(Result)])
         writer.writeheader()
         writer.writerows(asdict(r) for r in results)
@@ -203,5 +224,6 @@ def plot(path: Path, results: Sequence[Result]) -> None:
     if not timed:
         axis.axvline(1.0, color="black", linewidth=0.8)
     axis.set_xscale("log")
-    figure.savefig(path, dpi=120, format="png")
+    with files.whole(path) as part:
+        figure.savefig(part, dpi=120, format="png")
     pyplot.close(figure)

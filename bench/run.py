@@ -113,8 +113,7 @@ def kernels(options: argparse.Namespace, *, beside_peers: bool = False) -> int:
     if options.base:
         print(_compare(results, options))
     for result in filter(_bad, results):
-        why = result.note or "ours moves, launches or waits for more than its limit allows"
-        print(f"FAILED {result.case} {result.shape}: {why}")
+        print(f"FAILED {result.case} {result.shape}: {result.provider}: {result.note}")
     for case in chosen:
         if case.gate in red:
             print(f"RED {case.name}: not measured, {red[case.gate]}")
@@ -182,8 +181,9 @@ def _bad(result: report.Result) -> bool:
 def system(case: System, arguments: Sequence[str]) -> int:
     """Run one system case after its gate; --no-gate leaves the gate out."""
     rest = [its for its in arguments if its != "--no-gate"]
-    asks = len(rest) == len(arguments) and not {"-h", "--help"} & set(rest)
-    if case.gate and asks and measure.has_tests():
+    if case.gate:
+        case.check(rest)
+    if case.gate and len(rest) == len(arguments) and measure.has_tests():
         red = measure.gates([case.gate])
         if red:
             print(f"RED {case.name}: not measured, {red[case.gate]}")
@@ -203,7 +203,8 @@ def everything(options: argparse.Namespace) -> int:
         arguments = case.quick if options.quick else case.full
         if arguments is None or (case.repository and not measure.has_tests()):
             continue
-        print(f"\n== {case.name}: {case.summary}", flush=True)
+        line = " ".join(["python -m bench", case.name, *arguments])
+        print(f"\n== {line}: {case.summary}", flush=True)
         start = _clock()
         rest = [*arguments, *(["--no-gate"] if options.no_gate else [])]
         outcomes.append((case.name, _process(case.name, rest), *_since(start)))
@@ -216,6 +217,8 @@ def everything(options: argparse.Namespace) -> int:
         for name, code, seconds, cpu in outcomes
     ]
     print(report.table(("what", "outcome", "seconds", "CPU seconds"), rows))
+    if red := [name for name, code, *_ in outcomes[:-1] if code]:
+        print(f"Failed: {', '.join(red)}; why is under its heading (RED, FAILED or NO).")
     return failed
 
 
@@ -229,23 +232,30 @@ def _process(name: str, arguments: Sequence[str]) -> int:
 def listing() -> str:
     """The table of --list."""
     known = measure.has_tests()
-    rows = [
-        (c.name, c.summary, ", ".join([*c.providers, "torch.compile (GPU)"]))
-        + ((c.gate,) if known else ())
-        for c in CASES.values()
-    ]
     whole = [c for c in SYSTEM.values() if known or not c.repository]
-    rows += [(c.name, c.summary, "-", *([c.gate or "-"] if known else [])) for c in whole]
-    lines = [report.table(("case", "what", "providers", *(["gated by"] if known else [])), rows)]
-    lines.append('"all" is every case; a name like "verify" is every case that begins with it.')
+    lines = []
+    for title, listed in (
+        ("Kernel cases: what one call of an op moves and waits for; on a GPU, its time", CASES),
+        ("Whole runs (--help has the options of each)", {c.name: c for c in whole}),
+    ):
+        rows = [(c.name, c.summary, *([c.gate or "-"] if known else [])) for c in listed.values()]
+        headers = ("name", "what", *(["gated by"] if known else []))
+        lines += [title, report.table(headers, rows), ""]
+    lines += [
+        '"all" is every one; a name like "verify" is every kernel case that begins with it.',
+        "A kernel case runs ours, the kernels, beside torch, their reference in plain torch; on a",
+        "GPU also torch.compile of that. A red gate: not measured, and exit code 1.",
+    ]
+    others = [(c.name, its) for c in CASES.values() for its in c.providers]
+    lines += [f"  {case}: {its}, too" for case, its in others if outside.is_outside(its)]
     if absent := outside.missing():
-        lines += ["Providers that are not installed here, and what they would run:"]
+        lines += ["Other projects that it would run where installed:"]
         lines += [f"  {line}" for line in absent]
     return "\n".join(lines)
 
 
 def _compare(results: Sequence[Any], options: argparse.Namespace) -> str:
-    """Ours now beside ours at --base: the ratio of times, or of bytes without a GPU."""
+    """Ours now beside ours at --base: times and their spread, or bytes without a GPU."""
     arguments = [options.name, *(["--quick"] if options.quick else []), "--providers", "ours"]
     for shape in options.shapes or ():
         arguments += ["--shapes", shape]
@@ -260,10 +270,15 @@ def _compare(results: Sequence[Any], options: argparse.Namespace) -> str:
         if old is None or now.provider != "ours":
             continue
         if now.p50_us and old.p50_us:
+            spread = (now.p80_us or 0.0) - (now.p20_us or 0.0)
             rows.append((now.case, now.shape, "p50 us", old.p50_us, now.p50_us,
-                         now.p50_us / old.p50_us))  # fmt: skip
+                         now.p50_us / old.p50_us, abs(now.p50_us - old.p50_us) <= spread)
+                        )  # fmt: skip
         elif now.ratio and old.ratio:
             rows.append((now.case, now.shape, "bytes / bound", old.ratio, now.ratio,
-                         now.ratio / old.ratio))  # fmt: skip
-    headers = ("case", "shape", "what", options.base, "now", "now / base")
-    return report.table(headers, rows) if rows else f"{options.base} has nothing to compare with"
+                         now.ratio / old.ratio, now.ratio == old.ratio))  # fmt: skip
+    if not rows:
+        return f"{options.base} has nothing to compare with"
+    headers = ("case", "shape", "what", options.base, "now", "now / base", "within spread")
+    note = "within spread: of times, p80 - p20 of now; counted bytes have none and must be equal."
+    return f"{report.table(headers, rows)}\n{note}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class System:
     full: tuple[str, ...] | None = None
     gate: str = ""
     """Node id of the test that must pass before its ratios are printed; "" where it compares none,
-    or checks them itself."""
+    or checks them itself. A gated module has `parser()`, too."""
     interpreted: bool = False
     """Needs kernels that run without a GPU."""
     repository: bool = False
@@ -29,8 +30,14 @@ class System:
 
     def main(self, arguments: Sequence[str]) -> int:
         """Run it; its exit code."""
-        module = importlib.import_module(f".{self.name}", __package__)
-        return int(module.main(arguments))
+        return int(self._module().main(arguments))
+
+    def check(self, arguments: Sequence[str]) -> None:
+        """End here where the arguments are wrong, or --help: a gate takes its time."""
+        self._module().parser().parse_args(arguments)
+
+    def _module(self) -> Any:
+        return importlib.import_module(f".{self.name}", __package__)
 
 
 _SAME_TEXTS = "tests/runtime/test_reproducible.py::test_ssd_equals_sd"
@@ -40,7 +47,7 @@ SYSTEM: dict[str, System] = {
     for its in (
         System(
             "compile",
-            "registers, spills and load widths of every kernel's binaries for four targets",
+            "registers, spills and load widths of the kernels' binaries, compiled without a GPU",
             quick=("--first", "--targets", "sm_90"),
             full=(),
         ),

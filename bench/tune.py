@@ -17,18 +17,16 @@ import dataclasses
 import functools
 import importlib
 import itertools
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
-from . import report, timing
+from . import files, report, timing
 from .gpu import OUT_OF_TIME, difference
 from .measure import copies, moved, outputs
 from .registry import CASES, Case, Shape, select, shape_id
@@ -307,7 +305,9 @@ def main(arguments: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument("op", nargs="?", help="a case or a group of cases (verify)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--json", type=Path, metavar="FILE", help="the rows, with the machine")
+    parser.add_argument(
+        "--json", type=files.output, metavar="FILE", help="the rows, with the machine"
+    )
     options = parser.parse_args(arguments)
     chosen_work = work(options.op or "all")
     if not chosen_work:
@@ -332,5 +332,5 @@ def main(arguments: Sequence[str]) -> int:
     print(table_of(rows, device))
     if options.json:
         data = {"machine": report.machine(), "rows": [dataclasses.asdict(row) for row in rows]}
-        options.json.write_text(json.dumps(data, indent=1) + "\n")
+        files.write_json(options.json, data)
     return 0

@@ -165,7 +165,9 @@ def render() -> str:
     gains = batch_trend()
     lines += ["", f"{'SSD over SD by batch':24} " + " ".join(f"{b:>7}" for b in gains)]
     lines += [f"{'published':24} " + " ".join(f"{BATCH_GAIN[b]:+7.0%}" for b in gains)]
-    lines += [f"{'predicted (direction)':24} " + " ".join(f"{g:+7.0%}" for g in gains.values())]
+    lines += [f"{'predicted':24} " + " ".join(f"{g:+7.0%}" for g in gains.values())]
+    lines += ["the trend alone is predicted: the miss law and a flat T_V are assumed"]
     lines += ["", "inputs"]
-    lines += [f"  {name:42} {value:30} {source}" for name, value, source in inputs()]
+    wide, wider = (max(len(row[i]) for row in inputs()) for i in (0, 1))
+    lines += [f"  {name:{wide}} {value:{wider}} {source}" for name, value, source in inputs()]
     return "\n".join(lines)

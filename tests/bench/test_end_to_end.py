@@ -174,8 +174,19 @@ def test_runs_are_compared_with_their_spread(fakes: dict[str, float], tmp_path: 
     then = [replace(now[0], vs_ar=(1.1, 1.0, 1.2), vs_sd=(1.5, 1.4, 1.6))]
     file.write_text(json.dumps({"rows": [asdict(row) for row in then]}))
     lines = end_to_end.repeated(now, end_to_end.read(file)[1]).splitlines()
-    assert lines[0].startswith("1 of 2 ratios differ by less than the printed spread")
-    assert lines[1:] == ["AR, T = 0, batch 1, vs SD: 1.20 (1.10-1.30), then 1.50 (1.40-1.60)"]
+    assert [line.split()[2:] for line in lines[1:3]] == [
+        ["AR", "vs", "AR", "1.10", "(1.00-1.20)", "1.00", "(0.90-1.10)", "-9.1%", "yes"],
+        ["AR", "vs", "SD", "1.50", "(1.40-1.60)", "1.20", "(1.10-1.30)", "-20.0%", "NO"],
+    ]
+    assert lines[3].startswith("1 of 2 ratios differ by no more than the spread printed now")
+    assert "no cell" in end_to_end.repeated(now, [replace(now[0], batch=7)])
+
+
+def test_runs_of_other_settings_say_so() -> None:
+    now = {"machine": {"commit": "a"}, "versions": {"torch": "2"}, "settings": {"k": 2}}
+    assert end_to_end.changed(now, now) == "of the same commit"
+    lines = end_to_end.changed(now, now | {"settings": {"k": 4}}).splitlines()
+    assert lines == ["the other run differs in", "k: 4 then, 2 now"]
 
 
 def test_cores_a_variant_keeps() -> None:
