@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
 
 from saguaro_kernels.errors import ConfigError, SaguaroError, UnsupportedError
 
 from .. import requests as engine_requests
 from ..engine import Engine
+from ..intake import chat_ids, prompt_ids
 from ..metrics.prometheus import CONTENT_TYPE
 from .answer import Answer, error, event
 from .guard import Guard, Limits, unless_gone
@@ -40,6 +42,11 @@ def create_app(engine: Engine, model: str, limits: Limits | None = None) -> Fast
         first = problem.errors()[0]
         where = ".".join(str(part) for part in first["loc"][1:]) or "body"
         return JSONResponse(error(f"{where}: {first['msg']}", 400), 400)
+
+    @app.exception_handler(HTTPException)
+    async def unknown(request: Request, problem: HTTPException) -> Response:
+        status = problem.status_code  # no such route or method, a body that is no JSON
+        return JSONResponse(error(str(problem.detail), status), status, problem.headers)
 
     @app.exception_handler(SaguaroError)
     async def refused(request: Request, problem: SaguaroError) -> Response:
@@ -99,11 +106,9 @@ class _Server:
         return "\n".join(lines) + "\n"
 
     def encode(self, messages: list[dict[str, Any]]) -> list[int]:
-        tokenizer = self.engine.tokenizer
-        if not getattr(tokenizer, "chat_template", None):
+        if not getattr(self.engine.tokenizer, "chat_template", None):
             raise ConfigError("messages: the model has no chat template; ask /v1/completions")
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return list(tokenizer(text, add_special_tokens=False).input_ids)
+        return chat_ids(messages, self.engine.tokenizer)
 
     async def respond(
         self, kind: Any, body: Body, prompts: list[Any], request: Request
@@ -114,10 +119,9 @@ class _Server:
         asked = self._admit(body, prompts)
         answer = Answer(kind, self.model, self.engine.tokenizer)
         if body.stream:
-            events = self._events(answer, asked, body)
-            return StreamingResponse(events, media_type="text/event-stream")
+            return _Stream(self._events(answer, asked, body), lambda: self._leave(asked))
         try:
-            return await unless_gone(request, self._whole(answer, asked))
+            return await unless_gone(request, self._whole(answer, asked, body.count()))
         except SaguaroError:
             raise
         except Exception as problem:  # a round of the engine failed; others may go on
@@ -127,20 +131,24 @@ class _Server:
 
     def _admit(self, body: Body, prompts: list[Any]) -> list[engine_requests.Request]:
         """All of a call's requests, or none."""
-        count, engine = body.count(), self.engine
-        if self.active + count * len(prompts) > self.limits.max_requests:
+        count, engine, most = body.count(), self.engine, self.limits.max_requests
+        if count * len(prompts) > most:
+            raise ConfigError(f"prompt, n: got {count * len(prompts)} answers to give, the most "
+                              f"at once is {most}")  # fmt: skip
+        if self.active + count * len(prompts) > most:
             raise TooBusy(f"{self.active} requests are being served, the most is "
-                          f"{self.limits.max_requests}; try again later")  # fmt: skip
+                          f"{most}; try again later")  # fmt: skip
         asked: list[engine_requests.Request] = []
         seed = secrets.randbits(62)
         try:
             for prompt in prompts:
-                ids = engine.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
+                ids = prompt_ids(prompt, engine.tokenizer)
                 # The last slots are for drafts; see EngineConfig.max_tokens.
                 room = min(engine.model.max_length, engine.config.max_tokens) - len(ids)
                 room -= engine.config.draft_len + 1
                 for index in range(count):
-                    params = body.params(room, len(asked) if body.seed is None else index, seed)
+                    at = len(asked) if body.seed is None else index
+                    params = body.params(room, at, seed, engine.model.vocab_size)
                     asked.append(engine.add(ids, params))
         except BaseException:
             for request in asked:
@@ -158,7 +166,9 @@ class _Server:
             self.engine.cancel(request)
         self.active -= len(asked)
 
-    async def _whole(self, answer: Answer, asked: list[engine_requests.Request]) -> Response:
+    async def _whole(
+        self, answer: Answer, asked: list[engine_requests.Request], count: int
+    ) -> Response:
         async def finish(request: engine_requests.Request) -> dict[str, Any]:
             async for _ in self.engine.astream(request):
                 pass
@@ -170,7 +180,7 @@ class _Server:
             return answer.choice(asked.index(request), output.text, output.finish_reason, logprobs)
 
         choices = await asyncio.gather(*(finish(request) for request in asked))
-        return JSONResponse(answer.whole(list(choices), _usage(asked)))
+        return JSONResponse(answer.whole(list(choices), _usage(asked, count)))
 
     async def _events(
         self, answer: Answer, asked: list[engine_requests.Request], body: Body
@@ -215,12 +225,26 @@ class _Server:
                 else:
                     yield event(piece)
             if body.usage_wanted():
-                yield event(answer.chunk([], _usage(asked)))
+                yield event(answer.chunk([], _usage(asked, body.count())))
             yield "data: [DONE]\n\n"
         finally:
             for task in tasks:
                 task.cancel()
-            self._leave(asked)
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events; `leave` is called at the end, also if the client was gone before the
+    first of them: then they are never begun."""
+
+    def __init__(self, events: AsyncIterator[str], leave: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._leave = leave
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._leave()
 
 
 def _raise_if_failed(request: engine_requests.Request) -> None:
@@ -228,9 +252,8 @@ def _raise_if_failed(request: engine_requests.Request) -> None:
         raise SaguaroError(request.error or "the request failed")
 
 
-def _usage(asked: list[engine_requests.Request]) -> dict[str, int]:
-    """Of all answers; a prompt with several answers counts once."""
-    each = [request.output().usage for request in asked]
-    prompt = sum({id(request.prompt): len(request.prompt) for request in asked}.values())
-    new = sum(usage["completion_tokens"] for usage in each)
+def _usage(asked: list[engine_requests.Request], count: int) -> dict[str, int]:
+    """Of all answers; a prompt counts once, whatever its `count` of answers."""
+    prompt = sum(len(request.prompt) for request in asked[::count])
+    new = sum(len(request.token_ids) for request in asked)
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import os
+import socket
 import sys
 from pathlib import Path
 
 from ..cli import add_engine_options, add_model_options, check_models, engine_config
+
+GRACE_S = 20
+"""How long answers may go on after a SIGTERM or Ctrl-C."""
 
 EXAMPLES = """\
   saguaro serve --target ./llama-8b --draft ./llama-1b
@@ -41,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_models(args)
-    api_key = read_key(args.api_key)
     try:
         import uvicorn
 
@@ -53,40 +57,59 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f'serve: {error.name} is not installed; run: pip install "saguaro-ssd[serve]"'
         ) from error
-    print(f"loading {args.target}", file=sys.stderr, flush=True)
     from ..engine import Engine
 
+    limits = Limits(args.max_requests, api_key=read_key(args.api_key))
     config = engine_config(
         args,
         max_batch=args.max_batch,
         max_tokens=args.max_tokens,
         reproducible=args.reproducible,
     )
-    name = args.name or Path(args.target).name
-    with Engine(args.target, args.draft, config) as engine:
-        app = create_app(engine, name, Limits(args.max_requests, api_key=api_key))
-        if api_key is None and not is_loopback(args.host):
-            print(f"{args.host}: anyone who reaches it may ask; see --api-key", file=sys.stderr)
-        server = uvicorn.Server(
-            uvicorn.Config(app, host=args.host, port=args.port, log_level="warning")
-        )
-        sockets = [server.config.bind_socket()]
-        host, port = sockets[0].getsockname()[:2]
-        print(f"serving {name} at http://{host}:{port}/v1", file=sys.stderr, flush=True)
-        server.run(sockets)
+    name = args.name or Path(os.path.abspath(args.target)).name
+    # The address first: another server may have it.
+    with bind(args.host, args.port) as listening:
+        print(f"loading {args.target}", file=sys.stderr, flush=True)
+        with Engine(args.target, args.draft, config) as engine:
+            app = create_app(engine, name, limits)
+            if limits.api_key is None and not is_loopback(args.host):
+                print(f"{args.host}: anyone who reaches it may ask; see --api-key", file=sys.stderr)
+            options = {"log_level": "warning", "timeout_graceful_shutdown": GRACE_S}
+            server = uvicorn.Server(uvicorn.Config(app, **options))
+            host, port = listening.getsockname()[:2]
+            print(f"serving {name} at http://{host}:{port}/v1", file=sys.stderr, flush=True)
+            server.run([listening])
     return 0
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at this address, which does not listen yet."""
+    try:
+        its = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        its.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        its.bind((host, port))
+    except (OSError, OverflowError) as error:
+        from saguaro_kernels.errors import ConfigError
+
+        raise ConfigError(f"--host {host}, --port {port}: {error}") from error
+    return its
 
 
 def read_key(given: str | None) -> str | None:
     """The key itself, or the first line of the file after an @."""
-    if given is None or not given.startswith("@"):
-        return given
-    path = Path(given[1:])
-    if not path.is_file() or not path.read_text().strip():
+    if given is None:
+        return None
+    key = given
+    if given.startswith("@"):
+        try:
+            key = Path(given[1:]).read_text(encoding="utf-8")
+        except (OSError, UnicodeError):
+            key = ""
+    if not key.strip():
         from saguaro_kernels.errors import ConfigError
 
-        raise ConfigError(f"--api-key {given}: want a file with the key")
-    return path.read_text().split()[0]
+        raise ConfigError(f"--api-key {given}: want a key, or @ and a file with the key")
+    return given if key is given else key.split()[0]
 
 
 def is_loopback(host: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
+from ..config import check_number
 from .answer import error
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -27,6 +28,9 @@ class Limits:
         default_factory=lambda: dict.fromkeys(("requests", "refused", "cancelled", "failed"), 0)
     )
 
+    def __post_init__(self) -> None:
+        check_number("max_requests", self.max_requests, 1, 1 << 30, whole=True)
+
 
 class Guard:
     """Refuses bodies that are too long and callers without the key, before anything is parsed."""
@@ -38,28 +42,30 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
         key, most = self.limits.api_key, self.limits.max_body_bytes
         if key is not None and scope["path"] != "/health":
-            given = headers.get(b"authorization", b"").decode("latin-1").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), key.encode()):
+            given = dict(scope["headers"]).get(b"authorization", b"").removeprefix(b"Bearer ")
+            if not hmac.compare_digest(given, key.encode()):
                 refusal = error("the API key is missing or wrong", 401, "authentication_error")
                 await JSONResponse(refusal, 401)(scope, receive, send)
                 return
-        body, length = b"", headers.get(b"content-length", b"0")
-        too_long = length.isdigit() and int(length) > most
-        more = scope["method"] == "POST"
-        while more and not too_long:
+        pieces, length, more = [], 0, scope["method"] == "POST"
+        # Of a body that is too long so much is read and dropped that its sender, who may not listen
+        # before it is sent, hears the answer.
+        while more and length <= 16 * most:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return
-            body += message.get("body", b"")
-            more, too_long = message.get("more_body", False), len(body) > most
+            more, piece = message.get("more_body", False), message.get("body", b"")
+            length += len(piece)
+            if length <= most:
+                pieces.append(piece)
+        too_long = length > most
         if too_long:
             refusal = error(f"the body is longer than {most} bytes", 413)
             await JSONResponse(refusal, 413)(scope, receive, send)
             return
-        given_back = [{"type": "http.request", "body": body, "more_body": False}]
+        given_back = [{"type": "http.request", "body": b"".join(pieces), "more_body": False}]
 
         async def replay() -> MutableMapping[str, Any]:
             return given_back.pop() if given_back else await receive()

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 from saguaro_kernels.errors import ConfigError, UnsupportedError
 
+from ..config import check_number
 from ..params import SamplingParams
 
 DEFAULT_MAX_TOKENS = 1024
@@ -68,12 +69,16 @@ class Body(BaseModel):
         """Whether a stream ends with the counts of tokens."""
         return bool((self.stream_options or {}).get("include_usage"))
 
-    def params(self, room: int, index: int, seed: int) -> SamplingParams:
+    def params(self, room: int, index: int, seed: int, vocab_size: int) -> SamplingParams:
         """Of answer `index`; `room`: tokens the model and the memory have left after the prompt."""
         processor = None
         if self.logit_bias:
-            if not all(id.isdecimal() for id in self.logit_bias):
-                raise ConfigError(f"logit_bias: got {list(self.logit_bias)}, want token ids")
+            for id, value in self.logit_bias.items():
+                if not (id.isdecimal() and len(id) < 10 and int(id) < vocab_size):
+                    raise ConfigError(
+                        f"logit_bias: got {id!r:.40}, want ids in 0..{vocab_size - 1}"
+                    )
+                check_number(f"logit_bias of {id}", value, -100, 100)
             bias = {int(id): value for id, value in self.logit_bias.items()}
             processor = functools.partial(_add_bias, bias)
         first = seed if self.seed is None else self.seed
@@ -82,7 +87,7 @@ class Body(BaseModel):
             max_new_tokens=self.new_tokens(room),
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=self.top_k if self.top_k and self.top_k > 0 else None,
-            top_p=self.top_p if self.top_p is not None and self.top_p < 1 else None,
+            top_p=None if self.top_p == 1 else self.top_p,
             min_p=self.min_p or None,
             seed=signed,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
@@ -145,9 +150,10 @@ class ChatBody(Body):
         for message in self.messages:
             content = message.get("content")
             if isinstance(content, list):
-                if any(part.get("type") != "text" for part in content):
+                texts = [its.get("text") for its in content if _is_text(its)]
+                if len(texts) < len(content):
                     raise UnsupportedError("messages: got parts that are not text, want text")
-                content = "".join(part["text"] for part in content)
+                content = "".join(texts)
             if not isinstance(content, str) or not isinstance(message.get("role"), str):
                 raise ConfigError("messages: each needs a role and a content of text")
             joined.append(message | {"content": content})
@@ -160,6 +166,12 @@ class ChatBody(Body):
         asked = self.max_completion_tokens
         asked = self.max_tokens if asked is None else asked
         return min(DEFAULT_MAX_TOKENS, max(room, 1)) if asked is None else asked
+
+
+def _is_text(part: Any) -> bool:
+    """Whether a part of a message is a text."""
+    of_text = isinstance(part, dict) and part.get("type") == "text"
+    return of_text and isinstance(part.get("text"), str)
 
 
 def _add_bias(

@@ -41,6 +41,8 @@ class Letters:
         return type("Encoding", (), {"input_ids": ids})()
 
     def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
+        if messages[0].get("name") == "break":
+            raise ValueError("no names")
         return "".join(message["content"] for message in messages)
 
 
@@ -201,6 +203,82 @@ def test_what_cannot_be_served_is_refused_by_name(
         served.client.completions.create(**({"model": "letters", "prompt": "abc"} | options))
 
 
+def refusal(its: Served, method: str, path: str, body: bytes | None = None) -> tuple[int, str]:
+    """The status of an error and what it says, in the protocol's form."""
+    its_headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{its.url}{path}", body, its_headers, method=method)
+    with pytest.raises(urllib.error.HTTPError) as found, urllib.request.urlopen(request):
+        pass
+    error = json.loads(found.value.read())["error"]
+    assert error["code"] == found.value.code and error["type"].endswith("_error")
+    return error["code"], error["message"]
+
+
+def test_nonsense_is_refused_in_the_protocols_form(served: Served) -> None:
+    asked: list[tuple[str, Any, str]] = [
+        ("completions", its, words)
+        for its, words in (
+            ({"prompt": "abc\ud800"}, "prompt"),
+            ({"prompt": "xyz"}, "prompt"),
+            ({"prompt": "abc", "logit_bias": {"11": 1}}, "0..10"),
+            ({"prompt": "abc", "logit_bias": {"9" * 5000: 1}}, "0..10"),
+            ({"prompt": "abc", "logit_bias": {"1": float("nan")}}, "logit_bias of 1"),
+            ({"prompt": "abc", "logit_bias": {"1": 101}}, "logit_bias of 1"),
+            ({"prompt": "abc", "top_p": 2}, "top_p"),
+            ({"prompt": ["abc"] * 100, "n": 3}, "300 answers"),
+            ({"prompt": "abc", "max_tokens": -1}, "max_new_tokens"),
+            ({"prompt": "abc", "stop": ""}, "stop"),
+        )
+    ]
+    for content in (["a"], [{"type": "text"}], [{"type": "text", "text": 5}], [{"type": "image"}]):
+        asked.append(("chat/completions", {"messages": [{"role": "user", "content": content}]}, ""))
+    broken = {"messages": [{"role": "user", "content": "a", "name": "break"}]}
+    asked.append(("chat/completions", broken, "template refuses"))
+    for route, body, words in asked:
+        status, message = refusal(served, "POST", f"/v1/{route}", json.dumps(body).encode())
+        assert status == 400 and words in message, body
+    for raw in (b"", b"{", b"5", b"\xff", b"[" * 100_000, b'{"max_tokens": ' + b"9" * 5000 + b"}"):
+        assert refusal(served, "POST", "/v1/completions", raw)[0] == 400
+    assert refusal(served, "GET", "/v1/completions")[0] == 405
+    assert refusal(served, "POST", "/v1/models", b"{}")[0] == 405
+    assert refusal(served, "GET", "/v2/cactus")[0] == 404
+    assert idle(served)
+
+
+def test_a_prompt_with_several_answers_counts_once(served: Served) -> None:
+    options: dict[str, Any] = {"model": "letters", "prompt": ["abc", "de"], "max_tokens": 2, "n": 2}
+    wanted = (5, 8, 13)
+    usages = [served.client.completions.create(**options).usage]
+    for piece in served.client.completions.create(
+        **options, stream=True, stream_options={"include_usage": True}
+    ):
+        usages += [piece.usage] if piece.usage else []
+    for its in usages:
+        assert (its.prompt_tokens, its.completion_tokens, its.total_tokens) == wanted
+    assert len(usages) == 2
+
+
+def test_a_client_that_is_gone_before_the_stream_begins_leaves_nothing() -> None:
+    with engine() as running:
+        app = create_app(running, "letters")
+        body = b'{"prompt": "abc", "stream": true, "n": 3}'
+        scope = {
+            "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
+            "headers": [(b"content-type", b"application/json")], "asgi": {"spec_version": "2.3"},
+        }  # fmt: skip
+        messages = [{"type": "http.request", "body": body}, {"type": "http.disconnect"}]
+
+        async def receive() -> dict[str, Any]:
+            return messages.pop(0) if len(messages) > 1 else messages[0]
+
+        async def send(message: dict[str, Any]) -> None:
+            await asyncio.sleep(30)  # nobody reads
+
+        asyncio.run(app(scope, receive, send))
+        assert app.state.server.active == 0 and running.stats()["waiting"] == 0
+        assert app.state.server.limits.counts["cancelled"] == 3
+
+
 def test_models_health_metrics_and_other_names(served: Served) -> None:
     assert [its.id for its in served.client.models.list()] == ["letters"]
     assert served.client.models.retrieve("letters").id == "letters"
@@ -322,6 +400,7 @@ def test_limits_and_the_key() -> None:
         key = {"Authorization": "Bearer sesame"}
         long = json.dumps({"prompt": "a" * 500}).encode()
         assert its.post(long, **key)[0] == 413
+        assert its.post(b"x" * 6000, **key)[0] == 413
         status, text = its.post(b"{not json", **key)
         assert status == 400 and "error" in json.loads(text)
     finally:
@@ -351,6 +430,18 @@ def test_the_command_checks_before_it_loads(
     assert serve.read_key(f"@{tmp_path}/key") == "secret"
     with pytest.raises(ConfigError, match="api-key"):
         serve.read_key(f"@{tmp_path}/missing")
+    with pytest.raises(ConfigError, match="api-key"):
+        serve.read_key("")
+    (tmp_path / "key").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="api-key"):
+        serve.read_key(f"@{tmp_path}/key")
+    with pytest.raises(ConfigError, match="max_requests"):
+        Limits(max_requests=0)
+    with serve.bind("127.0.0.1", 0) as listening:
+        listening.listen()
+        for port in (listening.getsockname()[1], 70000):
+            with pytest.raises(ConfigError, match=f"--port {port}"):
+                serve.bind("127.0.0.1", port)
     assert serve.is_loopback("127.0.0.1") and serve.is_loopback("localhost")
     assert not serve.is_loopback("0.0.0.0") and not serve.is_loopback("example.org")
     assert cli.main(["serve", "--target", str(tmp_path / "no"), "--method", "ar"]) == 1
