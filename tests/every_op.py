@@ -38,14 +38,24 @@ INT = torch.int32
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """`call(**arguments, impl=...)`; the arguments named in `shared` have no batch dimension."""
+    """`call(**arguments, impl=...)`; the arguments named in `shared` have no batch dimension.
+
+    Called itself, it hands on a copy of the argument that `call` writes, and returns that.
+    """
 
     call: Callable[..., Any]
     arguments: dict[str, Any]
     shared: tuple[str, ...] = ()
+    written: str = ""
 
     def __call__(self, impl: str = "reference", **changed: Any) -> Any:
-        return self.call(**{**self.arguments, **changed}, impl=impl)
+        arguments = {**self.arguments, **changed, "impl": impl}
+        if not self.written:
+            return self.call(**arguments)
+        given = arguments[self.written]
+        copy = given.detach().clone().requires_grad_(given.requires_grad)
+        self.call(**{**arguments, self.written: copy})
+        return copy.detach()
 
 
 def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -77,24 +87,20 @@ def tensors(result: Any) -> list[torch.Tensor]:
     return [tensor for _, tensor in leaves(result)]
 
 
-def in_place(function: Callable[..., None], written: str) -> Callable[..., Any]:
-    """`function` on a copy of what it writes, which is returned."""
-
-    def call(**arguments: Any) -> torch.Tensor:
-        copy = arguments[written].detach().clone()
-        copy.requires_grad_(arguments[written].requires_grad)
-        function(**{**arguments, written: copy})
-        return copy.detach()
-
-    return call
+def cache_table() -> dict[str, torch.Tensor]:
+    """The tensors of a cache, which an insertion writes."""
+    its = SpeculationCache(8, 4, "cpu", tokens=torch.arange(4 * K, device="cpu").view(4, K))
+    return {name: getattr(its, name) for name in ("buckets", "key_rows", "dropped", "tokens")}
 
 
-def insert_and_look_up(**arguments: Any) -> Any:
-    names = ("uid", "generation", "base", "accepted", "extra")
-    impl, slot = arguments["impl"], arguments["slot"]
-    key = {name: arguments[name] for name in names}
-    cache = SpeculationCache(8, 4, "cpu", draft_len=K)
-    cache.tokens.copy_(torch.arange(4 * K, device="cpu").view(4, K))
+def insert_and_look_up(
+    *, slot: torch.Tensor, impl: str, table: dict[str, torch.Tensor] | None = None, **key: Any
+) -> Any:
+    table = table or cache_table()
+    cache = SpeculationCache(8, 4, "cpu", tokens=table["tokens"])
+    cache.buckets, cache.key_rows, cache.dropped = (
+        table[name] for name in ("buckets", "key_rows", "dropped")
+    )
     cache.insert(**key, slot=slot, impl=impl)
     return cache.lookup(**key, impl=impl)
 
@@ -229,11 +235,12 @@ def ops() -> dict[str, Op]:
             },
         ),
         "promote_branch": Op(
-            in_place(promote_branch, "kv_pages"),
+            promote_branch,
             {"kv_pages": pages, "page_table": table, **moved},
             ("kv_pages",),
+            written="kv_pages",
         ),
-        "promote_pages": Op(in_place(promote_pages, "page_table"), {"page_table": slots, **moved}),
+        "promote_pages": Op(promote_pages, {"page_table": slots, **moved}, written="page_table"),
         "tree_layout": Op(
             tree_layout,
             {
