@@ -47,6 +47,7 @@ class StreamLane(InlineLane):
         self.seat = seat
         self._own = own = speculator.chain
         rows, draft_len = own.tokens.shape
+        seat.wait()  # for the map of the vocabulary, which crosses on the devices' default streams
         with target.working():
             sizes = (rows,), draft_len, own.logits.shape[-1], own.logits.dtype
             self._landed = [ChainStore(*sizes, allocate_on(target.device)) for _ in range(2)]

@@ -140,12 +140,13 @@ def test_every_way_on_after_a_miss(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is mixed across devices, nothing races and nothing waits on the rarer paths; without
-    graphs."""
+    graphs. A map of the vocabulary crosses to the target's device."""
     options = {"policy": "fixed", "reproducible": False, "cuda_graphs": False} | options
     prompts, params = [[7, 8] * 6, [5]], [PLAIN[0], PLAIN[1]]
     with _engine(**({"lane": "inline"} | options)) as engine:
         expected = _texts(engine, prompts, params)
-    with pretend_cuda.Machine(monkeypatch) as machine:
+    devices = 2 if "draft_vocab" in options else 1
+    with pretend_cuda.Machine(monkeypatch, devices=devices) as machine:
         with _engine(machine, **options) as engine:
             machine.waits.clear()
             texts = _texts(engine, prompts, params)
