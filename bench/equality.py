@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import transformers
 
-from saguaro_kernels._launch import Impl
+from saguaro_kernels import Impl
 from saguaro_kernels.errors import ConfigError
 from saguaro_runtime import Engine, EngineConfig, Output, SamplingParams
 from saguaro_runtime.compare import Comparison, compare_texts

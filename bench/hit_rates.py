@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from saguaro_kernels._launch import Impl
+from saguaro_kernels import Impl
 from saguaro_runtime import Engine, EngineConfig, SamplingParams
 from saguaro_runtime.expectations import Predictor
 from saguaro_runtime.round import Reply, Turn

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from saguaro_kernels._launch import Impl
+from saguaro_kernels import Impl
 from saguaro_kernels.cache import SpeculationCache
 from saguaro_kernels.ngram import ngram_propose
 from saguaro_kernels.outcomes import allocate_fan_out

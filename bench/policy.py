@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, Final
 
 from saguaro_runtime import Engine, EngineConfig, SamplingParams
 from saguaro_runtime.demo.measure import Batch, EngineRun, Pair, measure, opened
@@ -28,7 +28,7 @@ from .end_to_end import batches_of
 SWEEP = [(k, branches) for k in (1, 2, 4) for branches in (8, 20)]
 FALLBACKS = ("immediate_retry", "partial_accept")
 WITHIN = 0.05
-AUTO = "auto"
+AUTO: Final = "auto"
 
 
 def variants(base: EngineConfig) -> list[Variant]:

@@ -1,6 +1,7 @@
 """Triton kernels for speculative speculative decoding; pure ops, no host syncs, no runtime."""
 
 from . import _register  # noqa: F401
+from ._launch import Impl
 from .cache import CacheSize, Lookup, SpeculationCache, optimal_cache_size
 from .distribution import (
     PAD,
@@ -37,6 +38,7 @@ __all__ = [
     "DTypeError",
     "DeviceError",
     "Draft",
+    "Impl",
     "Keys",
     "Layout",
     "Lookup",

@@ -5,14 +5,18 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from saguaro_kernels._launch import Impl
+from saguaro_kernels import Impl
 from saguaro_kernels.errors import ConfigError
-from saguaro_kernels.outcomes import Allocation, Ranking
+from saguaro_kernels.outcomes import Ranking
 
 Method = Literal["ar", "sd", "ssd"]
 Rule = Literal["token", "block", "hsd", "coupled"]
+Allocation = Literal["uniform", "histogram", "best"]
+Proposal = Literal["ngram", "replay", "none"]
+PolicyName = Literal["adaptive", "auto", "batch_size", "fixed"]
+LaneName = Literal["auto", "inline", "process", "stream"]
 Attention = Literal["tree", "flash"]
 
 
@@ -24,22 +28,22 @@ class Fallback(str, enum.Enum):
     BATCHED_RETRY = "batched_retry"
     """The missed rows are redrafted together, k tokens each; the others wait for it."""
     PARTIAL_ACCEPT = "partial_accept"
-    """The missed rows go on with what `proposal` finds, or with no draft; nobody waits."""
+    """The missed rows go on with what `proposal` finds, or with no draft; no row waits."""
     INDEPENDENT = "independent"
     """The missed rows sit a round out while they are redrafted; the others go on."""
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "method": ("ar", "sd", "ssd"),
-    "rule": ("token", "block", "hsd", "coupled"),
-    "ranking": ("auto", "probability", "noise", "coupled"),
-    "allocation": ("uniform", "histogram", "best"),
+    "method": get_args(Method),
+    "rule": get_args(Rule),
+    "ranking": get_args(Ranking),
+    "allocation": get_args(Allocation),
     "fallback": ("auto", *(choice.value for choice in Fallback)),
-    "proposal": ("ngram", "replay", "none"),
-    "policy": ("adaptive", "auto", "batch_size", "fixed"),
-    "lane": ("auto", "inline", "process", "stream"),
-    "impl": ("auto", "triton", "reference"),
-    "attention": ("tree", "flash"),
+    "proposal": get_args(Proposal),
+    "policy": get_args(PolicyName),
+    "lane": get_args(LaneName),
+    "impl": get_args(Impl),
+    "attention": get_args(Attention),
 }
 
 
@@ -52,8 +56,8 @@ class EngineConfig:
         rule: verification rule; "hsd" is another name of "block".
         k: tokens drafted per round, 1..64.
         branches: outcomes prepared per request and round ("ssd"), 1..1024.
-        ranking: how outcomes are ranked; "auto" looks at the request's temperature,
-            and under `policy="auto"` at what was found with either.
+        ranking: how outcomes are ranked; "auto" goes by the request's temperature, and under
+            `policy="auto"` by the measured hit rates.
         allocation: how branches are shared among accepted lengths: "uniform"; "histogram", by the
             lengths seen so far (Theorem 12 of the paper); or "best", the likeliest outcomes of all
             lengths by an estimate of the acceptance that learns as it goes.
@@ -81,11 +85,11 @@ class EngineConfig:
         max_tokens: key-value slots of all requests together, prompts included.
         memory_limit: bytes for the logits of all branches, None for no limit. Where they do not
             fit, fewer branches are prepared, and engine.stats()["memory"] says how many.
-        prefill_chunk: most prompt tokens taken in between two rounds, so that a long prompt does
+        prefill_chunk: most prompt tokens prefilled between two rounds, so that a long prompt does
             not hold up the texts of others.
         threads, draft_threads: CPU threads of the target and of a draft process; None shares the
             cores.
-        draft_timeout_s: how long a round waits for the draft before it goes on without.
+        draft_timeout_s: how long a round waits for the draft before it goes on without it.
         draft_restarts: how often in a short time a draft process that failed is started again; one
             is forgotten for every 16 rounds that it answers.
         cuda_graphs: on a GPU, replay forwards of the usual shapes, captured when the engine is
@@ -106,11 +110,11 @@ class EngineConfig:
     allocation: Allocation = "best"
     downweight: float = 1.0
     fallback: str = "auto"
-    proposal: str = "ngram"
-    policy: str = "adaptive"
+    proposal: Proposal = "ngram"
+    policy: PolicyName = "adaptive"
     memory_limit: int | None = None
     reproducible: bool = False
-    lane: str = "auto"
+    lane: LaneName = "auto"
     device: str | None = None
     draft_device: str | None = None
     max_batch: int = 8

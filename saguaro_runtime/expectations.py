@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from saguaro_kernels import PAD
-from saguaro_kernels._launch import Impl
+from saguaro_kernels import PAD, Impl
 from saguaro_kernels.distribution.reference import exp_reference
 from saguaro_kernels.outcomes import allocate_fan_out, predict_outcomes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from saguaro_kernels._launch import Impl
+from saguaro_kernels import Impl
 from saguaro_kernels.ngram import ngram_propose
 
 from .chains import ChainStore

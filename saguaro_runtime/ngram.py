@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from saguaro_kernels._launch import Impl
+from saguaro_kernels import Impl
 
 from .chains import ChainStore, allocate_on
 from .history import History

@@ -18,8 +18,7 @@ import time
 
 import torch
 
-from saguaro_kernels import Stream
-from saguaro_kernels._launch import Impl
+from saguaro_kernels import Impl, Stream
 
 from .branches import Branches
 from .chains import Allocate, allocate_on

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from saguaro_kernels import Keys, Sampling, Status
-from saguaro_kernels._launch import Impl
+from saguaro_kernels import Impl, Keys, Sampling, Status
 from saguaro_kernels.verification import Draft, Verdict, verify
 
 from .chains import ChainStore

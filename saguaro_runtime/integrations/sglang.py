@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from saguaro_kernels import Draft, Keys, Sampling
-from saguaro_kernels._launch import Impl
+from saguaro_kernels import Draft, Impl, Keys, Sampling
 from saguaro_kernels.errors import ConfigError, UnsupportedError
 from saguaro_kernels.verification.contract import Inputs
 from saguaro_kernels.verification.op import run

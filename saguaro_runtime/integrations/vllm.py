@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from saguaro_kernels import Draft, Keys, Sampling, row_stats, verify
-from saguaro_kernels._launch import Impl
+from saguaro_kernels import Draft, Impl, Keys, Sampling, row_stats, verify
 from saguaro_kernels.compat import rejection_sample as compat_rejection_sample
 from saguaro_kernels.errors import UnsupportedError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from saguaro_kernels._launch import Impl
+from saguaro_kernels import Impl
 
 from ..config import Attention
 from .flash import page_size

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from saguaro_kernels._launch import Impl
+from saguaro_kernels import Impl
 from saguaro_kernels.errors import UnsupportedError
 from saguaro_kernels.promotion import promote_branch
 from saguaro_kernels.tree import chain_layout, tree_layout
