@@ -52,6 +52,7 @@ class Built:
 def build_target(target: Any, config: EngineConfig, tokenizer: Any = None) -> Built:
     """Load and wrap the target; its tokenizer too where only a path is given."""
     by_path = isinstance(target, str | Path)
+    _check_kind("target", target)
     device = places(config).target if by_path else device_of_model("target", target)
     check_loaded("device", config.device, device)
     if config.attention == "flash":
@@ -148,6 +149,7 @@ def build_lane(draft: Any, target: Built, config: EngineConfig) -> Lane | None:
         path = folder_of(str(draft))
         check_same_tokenizer(path, target.tokenizer)
         draft = load_draft(path, target.source, device=places(config, target.model.device).draft)
+    _check_kind("draft", draft)
     device = device_of_model("draft", draft)
     check_loaded("draft_device", config.draft_device, device)
     check_pair(device, target.model.device, target.lane)
@@ -156,7 +158,54 @@ def build_lane(draft: Any, target: Built, config: EngineConfig) -> Lane | None:
         raise ConfigError(
             f"draft: its vocabulary has id {int(ids[-1])}, the target has {target.model.vocab_size}"
         )
-    options: dict[str, Any] = {
+    if target.lane != "process":
+        return _lane_here(draft, device, target, config)
+    lane = ProcessLane(
+        draft,
+        vocab_size=min(draft_vocab, target.model.vocab_size),
+        dtype=draft.dtype,
+        rows=config.max_batch,
+        tokens=_draft_slots(config),
+        threads=config.draft_threads,
+        timeout_s=config.draft_timeout_s,
+        restarts=config.draft_restarts,
+        speculator=_speculator_options(target, config),
+    )
+    if ids is not None:
+        lane.chain.vocab_map = vocab_map_of(ids, target.model.vocab_size)
+    lane.wait_ready()
+    return lane
+
+
+def _lane_here(draft: Any, device: torch.device, target: Built, config: EngineConfig) -> Lane:
+    """A lane whose draft this process runs: inline, or on a CUDA stream of its own."""
+    on_stream = target.lane == "stream"
+    seat = Seat(device, own_stream=on_stream)
+    with seat.working():
+        model = as_model(
+            draft,
+            rows=config.max_batch,
+            tokens=_draft_slots(config),
+            impl=config.impl,
+            attention=config.attention,
+        )
+        if on_stream and config.cuda_graphs:
+            model = target.graphs["draft"] = draft_graphs(model, seat, config)
+        speculator = Speculator(
+            model,
+            rows=config.max_batch,
+            timeline=timeline_on(device, "draft"),
+            **_speculator_options(target, config),
+        )
+    if not on_stream:
+        return InlineLane(speculator)
+    lane = StreamLane(speculator, seat, target.seat)
+    lane.warm_up()
+    return lane
+
+
+def _speculator_options(target: Built, config: EngineConfig) -> dict[str, Any]:
+    return {
         "draft_len": config.draft_len,
         "branches": config.fan_out,
         "rule": config.rule,
@@ -164,40 +213,12 @@ def build_lane(draft: Any, target: Built, config: EngineConfig) -> Lane | None:
         "impl": config.impl,
         "target_vocab": target.model.vocab_size,
     }
+
+
+def _draft_slots(config: EngineConfig) -> int:
+    """Key-value slots of a draft: the texts, and per row a chain, all branches and a part page."""
     scratch = (config.draft_len + 1) * (config.fan_out + 1)
-    tokens = config.max_tokens + config.max_batch * (page_size(config.attention) + scratch)
-    rows = config.max_batch
-    if target.lane != "process":
-        on_stream = target.lane == "stream"
-        seat = Seat(device, own_stream=on_stream)
-        with seat.working():
-            model = as_model(
-                draft, rows=rows, tokens=tokens, impl=config.impl, attention=config.attention
-            )
-            if on_stream and config.cuda_graphs:
-                model = target.graphs["draft"] = draft_graphs(model, seat, config)
-            options["timeline"] = timeline_on(device, "draft")
-            speculator = Speculator(model, rows=rows, **options)
-        if not on_stream:
-            return InlineLane(speculator)
-        stream_lane = StreamLane(speculator, seat, target.seat)
-        stream_lane.warm_up()
-        return stream_lane
-    lane = ProcessLane(
-        draft,
-        vocab_size=min(draft_vocab, target.model.vocab_size),
-        dtype=draft.dtype,
-        rows=rows,
-        tokens=tokens,
-        threads=config.draft_threads,
-        timeout_s=config.draft_timeout_s,
-        restarts=config.draft_restarts,
-        speculator=options,
-    )
-    if ids is not None:
-        lane.chain.vocab_map = vocab_map_of(ids, target.model.vocab_size)
-    lane.wait_ready()
-    return lane
+    return config.max_tokens + config.max_batch * (page_size(config.attention) + scratch)
 
 
 def choose_lane(config: EngineConfig) -> str:
@@ -236,13 +257,22 @@ def lane_on(device: torch.device, config: EngineConfig) -> str:
     return "stream" if config.lane == "auto" else config.lane
 
 
+def _check_kind(name: str, model: Any) -> None:
+    """Raise ConfigError for what is neither a path nor a model."""
+    if not isinstance(model, str | Path) and not hasattr(model, "device"):
+        raise ConfigError(
+            f"{name}: got {type(model).__name__}, want a folder, a loaded transformers model or a "
+            "Model"
+        )
+
+
 def _vocabulary(draft: Any) -> tuple[int, torch.Tensor | None]:
     """How many ids a draft has logits for, and which, if they are not the target's first ones."""
     if not hasattr(draft, "get_output_embeddings"):
         return draft.vocab_size, getattr(draft, "vocab_ids", None)
-    from .models.draft import DRAFT_VOCAB
+    from .models.draft import DRAFT_VOCAB, head_of
 
-    return draft.get_output_embeddings().weight.shape[0], getattr(draft, DRAFT_VOCAB, None)
+    return head_of(draft).weight.shape[0], getattr(draft, DRAFT_VOCAB, None)
 
 
 def stop_ids_of(target: Any, tokenizer: Any) -> frozenset[int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 from transformers.utils.logging import disable_progress_bar
 
 from saguaro_kernels.errors import ConfigError
@@ -18,7 +18,13 @@ from ..cli.doctor import faster_dtype
 from ..cli.generate import encode
 from ..models.draft import DRAFT_VOCAB
 from ..models.gguf import folder_of
-from ..models.loading import check_same_tokenizer, load_draft, load_model
+from ..models.loading import (
+    check_same_tokenizer,
+    explained,
+    load_draft,
+    load_model,
+    load_tokenizer,
+)
 from .measure import measure
 from .progress import Interruptions, Progress, say
 from .prompts import read_prompts, split_prompts
@@ -102,7 +108,7 @@ class _Run:
         self.dtype = getattr(torch, self.plan["dtype"])
         say(f"loading {target}")
         disable_progress_bar()  # transformers' own
-        self.tokenizer = AutoTokenizer.from_pretrained(target)
+        self.tokenizer = load_tokenizer(target)
         if settings.draft is not None:
             check_same_tokenizer(settings.draft, self.tokenizer)
         self.target = load_model(target, self.dtype).to(self.plan["device"])
@@ -239,9 +245,5 @@ class _Run:
 
 
 def _config_of(target: str) -> Any:
-    try:
+    with explained(f"target {target!r}", "want a transformers folder"):
         return AutoConfig.from_pretrained(target)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"target {target!r}: cannot be loaded ({error}); want a transformers folder"
-        ) from error

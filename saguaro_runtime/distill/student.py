@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from saguaro_kernels.errors import ConfigError, UnsupportedError
 
 from ..models.draft import SHARED_EMBEDDINGS, own_weights
+from ..models.loading import explained
 
 FAMILIES = {
     "gpt2": "transformer.h",
@@ -79,7 +80,8 @@ def check_draft(draft: str, config: Any) -> None:
     file = Path(draft) / "config.json"
     if not file.is_file():
         raise ConfigError(f"draft {draft!r}: has no config.json; want a folder of distill's making")
-    found = json.loads(file.read_text(encoding="utf-8"))
+    with explained(f"draft {draft!r}", "want a folder of distill's making"):
+        found = dict(json.loads(file.read_text(encoding="utf-8")))
     if not found.get(SHARED_EMBEDDINGS):
         raise ConfigError(f"draft {draft!r}: has an embedding of its own, want the target's")
     for name in ("model_type", "vocab_size", "hidden_size"):

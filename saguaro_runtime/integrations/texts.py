@@ -7,10 +7,8 @@ known again by its beginning; what follows it is the outcome of the round.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -22,7 +20,7 @@ from ..build import Built, build_lane, lane_on
 from ..config import EngineConfig
 from ..lanes import Lane
 from ..models import Model
-from ..models.draft import SHARED_EMBEDDINGS
+from ..models.draft import borrows_embedding
 from ..ngram import NGRAM
 from ..params import SamplingParams
 from ..policy import decide
@@ -186,14 +184,6 @@ class TextDrafter:
             accepted=torch.tensor([known.accepted for known in texts], dtype=torch.int32),
             budget=torch.tensor(budget, dtype=torch.int32),
         )
-
-
-def borrows_embedding(draft: Any) -> bool:
-    """Whether `draft` is a folder whose embedding and head are those of its target."""
-    if not isinstance(draft, str | Path):
-        return False
-    config = Path(draft) / "config.json"
-    return config.is_file() and bool(json.loads(config.read_text()).get(SHARED_EMBEDDINGS))
 
 
 def _continues(known: _Known, text: Sequence[int]) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from saguaro_kernels.errors import ConfigError
+from saguaro_kernels.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,6 +22,28 @@ DRAFT_VOCAB = "saguaro_draft_vocab"
 
 It still reads all of the target's tokens. The loaded model has them as a buffer of this name.
 """
+
+
+def borrows_embedding(draft: Any) -> bool:
+    """Whether `draft` is a folder whose embedding and head are those of its target."""
+    if not isinstance(draft, str | Path):
+        return False
+    config = Path(draft) / "config.json"
+    return config.is_file() and bool(json.loads(config.read_text()).get(SHARED_EMBEDDINGS))
+
+
+def head_of(model: Any) -> Any:
+    """What turns a model's states into logits.
+
+    Raises:
+        UnsupportedError: it has none, as a base model.
+    """
+    head = model.get_output_embeddings()
+    if head is None:
+        raise UnsupportedError(
+            f"{type(model).__name__}: has no head that gives logits; want a ..ForCausalLM"
+        )
+    return head
 
 
 def restrict_vocab(model: PreTrainedModel, ids: torch.Tensor) -> None:

@@ -54,7 +54,9 @@ def folder_of(path: str) -> str:
         )
     cache = default_cache()
     folder = cache / f"gguf-{sha256_of(file)[:12]}"
-    with locked(cache):
+    from .loading import explained
+
+    with locked(cache), explained(f"model {path!r}", "want a GGUF file of a Llama"):
         make_once(folder, lambda into: convert(file, into))
     return str(folder)
 

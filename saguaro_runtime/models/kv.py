@@ -54,10 +54,10 @@ class PagedKV:
             self.page_table = torch.zeros(rows + spare, pages, dtype=torch.int32, device=device)
             self.page_table[rows:] = pages
         except RuntimeError as error:
-            size = math.prod(shape) * dtype.itemsize / 2**30
+            size = (math.prod(shape) * dtype.itemsize + 4 * rows * pages) / 2**30
             raise ConfigError(
-                f"KV cache: {tokens} slots take {size:.1f} GiB, which is more than there is; lower "
-                "EngineConfig(max_tokens=...)"
+                f"KV cache: {tokens} slots of {rows} rows take {size:.1f} GiB, which is more than "
+                "there is; lower EngineConfig(max_tokens=...) or max_batch"
             ) from error
         self._free = list(range(pages))
         self._held: dict[int, list[int]] = {}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from saguaro_kernels.errors import ConfigError
+from saguaro_kernels.errors import ConfigError, SaguaroError
 
-from .draft import DRAFT_VOCAB, SHARED_EMBEDDINGS, own_weights, restrict_vocab
+from .draft import DRAFT_VOCAB, borrows_embedding, own_weights, restrict_vocab
 
 
 def load_model(
@@ -25,17 +26,40 @@ def load_model(
     """Load a transformers folder or hub name for inference, on the CPU unless told otherwise.
 
     Raises:
-        ConfigError: there is nothing to load at `path`.
+        ConfigError: there is nothing to load at `path`, or it is damaged or incomplete.
     """
-    try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype or "auto", **options
+    if path.startswith((".", "/")) and not Path(path).exists():  # a hub would complain of the name
+        raise ConfigError(f"model {path!r}: does not exist; want a folder of a transformers model")
+    with explained(f"model {path!r}", "want a transformers folder or a hub name"):
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype or "auto", output_loading_info=True, **options
         )
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model {path!r}: cannot be loaded ({error}); want a transformers folder or a hub name"
-        ) from error
+    if found["missing_keys"]:  # transformers makes them up, and the text would be nobody's
+        names = sorted(found["missing_keys"])
+        raise ConfigError(f"model {path!r}: {len(names)} weights are missing, {names[0]!r} first")
     return _placed(model, device)
+
+
+@contextlib.contextmanager
+def explained(what: str, wanted: str) -> Iterator[None]:
+    """Inside, whatever a damaged or strange file makes its reader raise becomes a ConfigError."""
+    try:
+        yield
+    except SaguaroError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{what}: cannot be loaded ({reason}); {wanted}") from error
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of a transformers folder or hub name.
+
+    Raises:
+        ConfigError: there is none, or it is damaged.
+    """
+    with explained(f"tokenizer of {path!r}", "want its files beside the model's"):
+        return AutoTokenizer.from_pretrained(path)
 
 
 def load_draft(
@@ -48,10 +72,19 @@ def load_draft(
 
     device: where it goes, by default the CPU, or beside the tensors it shares; on another device
     than the target's it has copies of them.
+
+    Raises:
+        ConfigError: it cannot be loaded, or belongs to another target.
     """
-    marker = Path(path) / "config.json"
-    if not marker.is_file() or not json.loads(marker.read_text()).get(SHARED_EMBEDDINGS):
-        return load_model(path, dtype, device)
+    with explained(f"draft {path!r}", "want a folder of distill's making"):
+        if borrows_embedding(path):
+            return _load_beside(path, target, dtype, device)
+    return load_model(path, dtype, device)
+
+
+def _load_beside(
+    path: str, target: PreTrainedModel, dtype: torch.dtype | None, device: torch.device | None
+) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(path)
     shared: Any = torch.nn.ModuleList(
         (target.get_input_embeddings(), target.get_output_embeddings())
@@ -72,12 +105,14 @@ def load_draft(
     for file in sorted(Path(path).glob("*.safetensors")):
         weights |= load_file(file)
     ids = weights.pop(DRAFT_VOCAB, None)
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    missing = [name for name in missing if name in own_weights(model)]
+    own = own_weights(model).keys()
+    # What is shared is never written to: that would be the target's.
+    missing, unexpected = sorted(own - weights.keys()), sorted(weights.keys() - own)
     if missing or unexpected:
         raise ConfigError(
             f"draft {path!r}: missing weights {missing[:3]}, unexpected weights {unexpected[:3]}"
         )
+    model.load_state_dict(weights, strict=False)
     if ids is not None:
         restrict_vocab(model, ids)
     return _placed(model, device or target.device)
@@ -93,7 +128,7 @@ def check_same_tokenizer(draft_path: str, tokenizer: Any) -> None:
     """Raise ConfigError where the draft's folder has a tokenizer of another vocabulary."""
     if tokenizer is None or not any(Path(draft_path).glob("tokenizer*")):
         return
-    theirs, ours = AutoTokenizer.from_pretrained(draft_path).get_vocab(), tokenizer.get_vocab()
+    theirs, ours = load_tokenizer(draft_path).get_vocab(), tokenizer.get_vocab()
     differing = [token for token, id in theirs.items() if ours.get(token, id) != id]
     if differing or not theirs.keys() & ours.keys():
         raise ConfigError(

@@ -18,7 +18,7 @@ from saguaro_kernels.tree import chain_layout, tree_layout
 
 from ..config import Attention
 from .attention import Forward, Probe, paged_attention
-from .draft import DRAFT_VOCAB
+from .draft import DRAFT_VOCAB, head_of
 from .flash import check_model
 from .kv import PagedKV
 
@@ -42,8 +42,8 @@ class TransformersModel:
         attention: of chains, see `flash`.
 
         Raises:
-            UnsupportedError: an encoder-decoder, or a model whose code does not use transformers'
-                attention interface in every layer.
+            UnsupportedError: an encoder-decoder, no head, or a model whose code does not use
+                transformers' attention interface in every layer.
         """
         config = model.config.get_text_config()
         if getattr(model.config, "is_encoder_decoder", False):
@@ -51,7 +51,7 @@ class TransformersModel:
                 f"{type(model).__name__}: got an encoder-decoder, want a decoder"
             )
         self.model, self.impl = model.eval(), impl
-        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.vocab_size: int = head_of(model).weight.shape[0]
         self.vocab_ids: torch.Tensor | None = getattr(model, DRAFT_VOCAB, None)
         self.max_length: int = getattr(config, "max_position_embeddings", None) or 1 << 30
         self.device, self.dtype = model.device, model.dtype

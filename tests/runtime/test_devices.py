@@ -15,6 +15,7 @@ from saguaro_runtime import ConfigError, Engine, EngineConfig, SamplingParams, c
 from saguaro_runtime.cli import doctor
 from saguaro_runtime.devices import places
 from saguaro_runtime.models import loading
+from saguaro_runtime.models.draft import SHARED_EMBEDDINGS
 
 OPTIONS: dict[str, Any] = {"k": 2, "branches": 4, "max_batch": 1, "max_tokens": 512}
 
@@ -148,7 +149,7 @@ def test_a_draft_on_another_device_copies_what_it_shares(
     target, draft = tiny_models.llama(), tiny_models.llama(1)
     draft.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    config[loading.SHARED_EMBEDDINGS] = True
+    config[SHARED_EMBEDDINGS] = True
     (tmp_path / "config.json").write_text(json.dumps(config))
     from safetensors.torch import load_file, save_file
 

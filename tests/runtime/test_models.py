@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import scripts
@@ -12,8 +13,10 @@ import torch
 import transformers
 
 from saguaro_runtime import ConfigError, Engine, EngineConfig, SamplingParams, UnsupportedError
-from saguaro_runtime.models.draft import SHARED_EMBEDDINGS
-from saguaro_runtime.models.loading import load_draft, load_model
+from saguaro_runtime.distill.student import write_student
+from saguaro_runtime.models.draft import SHARED_EMBEDDINGS, own_weights
+from saguaro_runtime.models.gguf import folder_of
+from saguaro_runtime.models.loading import load_draft, load_model, load_tokenizer
 from saguaro_runtime.models.transformers import TransformersModel
 
 SIZES = {"vocab_size": 61, "max_position_embeddings": 256}
@@ -242,12 +245,17 @@ def test_a_draft_folder_can_borrow_the_targets_embedding(tmp_path: Path) -> None
         name: value for name, value in weights.items() if "embed" not in name and "head" not in name
     }
     save_file(kept, tmp_path / "model.safetensors")
+    before = target.get_input_embeddings().weight.clone()
     draft = load_draft(str(tmp_path), target)
     assert draft.get_input_embeddings().weight is target.get_input_embeddings().weight
     assert torch.equal(draft.model.norm.weight, source.model.norm.weight)
     with scripts.engine(target, str(tmp_path), lane="process", max_batch=1) as engine:
         text = engine.generate([5, 6, 7], SamplingParams(max_new_tokens=20))[0].token_ids
     assert text == own_greedy(target, [5, 6, 7], 20)
+    save_file(weights, tmp_path / "model.safetensors")  # its own embedding, into the target's?
+    with pytest.raises(ConfigError, match="unexpected weights .+model.embed_tokens.weight"):
+        load_draft(str(tmp_path), target)
+    assert torch.equal(target.get_input_embeddings().weight, before)
 
 
 @pytest.mark.parametrize("name", ["BloomConfig", "FalconConfig"])
@@ -268,3 +276,85 @@ def test_models_outside_the_attention_interface_are_refused_by_name(name: str) -
 def test_missing_folder() -> None:
     with pytest.raises(ConfigError, match="no/such"):
         load_model("no/such")
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="model '.+nowhere': does not exist"):
+        load_model(str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="tokenizer of '.+': cannot be loaded"):
+        load_tokenizer(str(tmp_path))
+
+
+def _cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _configured(**options: Any) -> Any:
+    def write(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text()) | options
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _cut,
+        lambda folder: (folder / "model.safetensors").write_bytes(b"garbage" * 9),
+        lambda folder: (folder / "model.safetensors").unlink(),
+        lambda folder: (folder / "config.json").write_text("[1]"),
+        _configured(hidden_size=64),
+        _configured(num_hidden_layers=3),  # a layer that transformers would make up
+        _configured(num_attention_heads=5),
+    ],
+)
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_damaged_folder_is_refused_by_its_name(damage: Any, shared: bool, tmp_path: Path) -> None:
+    target = tiny()
+    target.save_pretrained(tmp_path / "broken")
+    if shared:
+        write_student(tmp_path / "broken", target.config, own_weights(target), None)
+        _configured(**{SHARED_EMBEDDINGS: True})(tmp_path / "broken")
+        load_draft(str(tmp_path / "broken"), target)
+    damage(tmp_path / "broken")
+    with pytest.raises(ConfigError, match="broken"):
+        load_draft(str(tmp_path / "broken"), target)
+
+
+def test_a_quantised_folder_without_its_library_is_refused(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path)
+    method = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    _configured(quantization_config=method)(tmp_path)
+    with pytest.raises(ConfigError, match="bitsandbytes"):
+        load_model(str(tmp_path))
+
+
+def test_damaged_tokenizers_and_gguf_files_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    )
+    with pytest.raises(ConfigError, match="tokenizer of"):
+        load_tokenizer(str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for content in (b"", b"GGUFxxxx"):
+        (tmp_path / "broken.gguf").write_bytes(content)
+        with pytest.raises(ConfigError, match="broken.gguf"):
+            folder_of(str(tmp_path / "broken.gguf"))
+
+
+def test_what_is_no_model_is_refused_by_name() -> None:
+    model = tiny()
+    config = EngineConfig(lane="inline", impl="reference")
+    for wrong in (None, 5, {}, model.config):
+        with pytest.raises(ConfigError, match="target: got"):
+            Engine(wrong, model, config)
+        with pytest.raises(ConfigError, match="draft: got"):
+            Engine(model, wrong, config)
+    for pair in ((model.model, model), (model, model.model)):
+        with pytest.raises(UnsupportedError, match="LlamaModel: has no head"):
+            Engine(*pair, config)
