@@ -8,6 +8,8 @@ Last, every op's launch sizes are tuned one at a time on its first shape, see `b
 
 Needs no network. Each part has a share of the time budget and what the parts before it left over;
 what is not reached then is named. The first shape of every case comes before the second of any.
+The work is done in a second process; where that crashes or hangs, the row says so and another goes
+on behind it.
 
 Exit code: 0 all right, 1 a check failed, 3 no GPU here.
 """
@@ -19,17 +21,25 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import multiprocessing
 import os
+import runpy
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
+if not __package__:  # python bench/gpu.py
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.argv.insert(1, "gpu")
+    runpy.run_module("bench", run_name="__main__", alter_sys=True)
 
-from . import files, report
-from .measure import moved, outputs
-from .registry import CASES, Case, Shape, shape_id
+import torch  # noqa: E402
+
+from . import files, report  # noqa: E402
+from .measure import moved, outputs  # noqa: E402
+from .registry import CASES, Case, Shape, shape_id  # noqa: E402
 
 if TYPE_CHECKING:
     from . import tune
@@ -40,6 +50,12 @@ SHARES_TWO = {"engine": 140.0, "kernels": 95.0, "tuning": 80.0, "end": 15.0}
 """The same for two devices: more of it for the engine."""
 BUDGET_S = sum(SHARES.values())
 """330 seconds; with half a minute for imports and for what runs over, under 6 minutes."""
+OVERRUN_S = 25.0
+"""What the last task may run over the budget, before its process is ended."""
+PATIENCE_S = 100.0
+"""Seconds after which a task that says nothing is taken to hang: most compile for a while."""
+START = "spawn"
+"""How a process begins: CUDA does not survive a fork."""
 OUT_OF_TIME = "not reached: out of time"
 
 NEAR_TIES = 0.01
@@ -49,8 +65,9 @@ NEAR_TIES = 0.01
 class Budget:
     """Seconds shared among parts that come one after another."""
 
-    def __init__(self, seconds: float, shares: Mapping[str, float]) -> None:
-        self.began, whole = time.monotonic(), sum(shares.values())
+    def __init__(self, seconds: float, shares: Mapping[str, float], began: float) -> None:
+        """`began`: by the monotonic clock, which all processes share."""
+        self.began, whole = began, sum(shares.values())
         ends = itertools.accumulate(shares.values())
         self.ends = {part: seconds * end / whole for part, end in zip(shares, ends, strict=True)}
 
@@ -158,38 +175,176 @@ def far_offsets() -> Check:
     return row
 
 
-def engine_checks(two_devices: bool, left: Callable[[], float]) -> list[Check]:
-    """What the engine does on this machine; one part that fails does not end the others."""
-    from . import gpu_engine
+@dataclasses.dataclass
+class Found:
+    """What one task found: its row of the table, and the rows of the JSON file."""
 
-    rows: list[Check] = []
-    for name, shape, part in gpu_engine.parts(two_devices):
-        row = Check(name, shape)
-        rows.append(row)
-        if left() < 20:
-            row.verdict = OUT_OF_TIME
-            continue
-        print(f"{left():5.0f} s left  {name}", file=sys.stderr)
-        try:
-            row.verdict, row.failed = part()
-        except Exception as error:  # noqa: BLE001
-            row.verdict, row.failed = f"{type(error).__name__}: {error}".split("\n")[0], True
-    return rows
+    check: Check
+    results: list[report.Result] = dataclasses.field(default_factory=list)
+    tuning: list[tune.Row] = dataclasses.field(default_factory=list)
 
 
-def tuning_checks(rows: Sequence[tune.Row]) -> list[Check]:
-    """Rows of `bench tune` as rows of this table: the time of what is used, and what is faster."""
-    checks = []
-    for its in rows:
-        check = Check(f"tune: {its.case}", its.shape, p50_us=its.in_use_us)
-        if not its.in_use:
-            check.verdict, check.failed = its.left_out[0], its.left_out[0] != OUT_OF_TIME
-        elif its.fastest == its.in_use:
-            check.verdict = "fastest as in use"
+@dataclasses.dataclass
+class Task:
+    """One row of the table. `run` takes the seconds that are left; the task is not begun where
+    these are under `least`."""
+
+    part: str
+    name: str
+    shape: str
+    least: float
+    run: Callable[[float], Found]
+
+
+def tasks(options: argparse.Namespace, device: str = "cuda") -> list[Task]:
+    """All there is to do, in its order; nothing is done yet."""
+    from . import cases, gpu_engine, tune  # noqa: F401  cases registers them
+
+    chosen = [case for case in CASES.values() if not options.names or case.name in options.names]
+    found = []
+    if not options.names:
+        for name, shape, part in gpu_engine.parts(options.two_devices):
+            found.append(
+                Task("engine", name, shape, 20, functools.partial(_engine, name, shape, part))
+            )
+    # The first shape of every case before the second of any.
+    for index in range(max((len(case.shapes) for case in chosen), default=0)):
+        for case in chosen:
+            if index < len(case.shapes):
+                its = case.shapes[index]
+                run = functools.partial(_kernel, case, its)
+                found.append(Task("kernels", case.name, shape_id(its), 5, run))
+    if not options.names:
+        found.append(Task("tuning", "int64 offsets", "-", 20, lambda left: Found(far_offsets())))
+    ops = [op for op in tune.first_shapes() if op[0] in chosen]
+    for index, op in enumerate(ops):
+        run = functools.partial(_tune, op, len(ops) - index, device)
+        found.append(Task("tuning", f"tune: {op[0].name}", shape_id(op[1]), 1, run))
+    return found
+
+
+def _engine(name: str, shape: str, part: Callable[[], tuple[str, bool]], left: float) -> Found:
+    return Found(Check(name, shape, *part()))
+
+
+def _kernel(case: Case, shape: Shape, left: float) -> Found:
+    from . import measure
+
+    row = check(case, shape)
+    try:
+        timed = measure.measure_times(case, shape, case.dtype, ["ours", "torch"], _roof())
+    except Exception as error:  # noqa: BLE001  what was found out before stays in the table
+        row.verdict, row.failed = f"{row.verdict}; not timed, {_reason(error)}", True
+        return Found(row)
+    for result in timed:
+        if result.provider == "ours":
+            row.p50_us, row.launches = result.p50_us, result.launches
+            row.percent_of_roof = result.percent_of_roof
         else:
-            check.verdict = f"{its.fastest_us:.1f} us by {its.fastest}"
-        checks.append(check)
-    return checks
+            row.torch_us = result.p50_us
+    return Found(row, timed)
+
+
+def _tune(op: tuple[Case, Shape, tune.Tunable], ops_left: int, device: str, left: float) -> Found:
+    from . import timing, tune
+
+    stop = time.monotonic() + left / ops_left
+    row = tune.tune_op(*op, timing.time_us, device, stop)
+    found = Check(f"tune: {row.case}", row.shape, p50_us=row.in_use_us)
+    if not row.in_use:
+        found.verdict, found.failed = row.left_out[0], row.left_out[0] != OUT_OF_TIME
+    elif row.fastest == row.in_use:
+        found.verdict = "fastest as in use"
+    else:
+        found.verdict = f"{row.fastest_us:.1f} us by {row.fastest}"
+    return Found(found, tuning=[row])
+
+
+@functools.cache
+def _roof() -> float:
+    from . import timing
+
+    roof, floor = timing.measured_roof(), timing.launch_floor_us()
+    print(f"roof {roof / 1e9:.0f} GB/s (copy), empty launch {floor:.2f} us", flush=True)
+    return roof
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".split("\n")[0]
+
+
+def perform(task: Task, left: float) -> Found:
+    """Do it, if there is time; what it raises is the row's verdict."""
+    if left < task.least:
+        return Found(Check(task.name, task.shape, OUT_OF_TIME))
+    try:
+        return task.run(left)
+    except Exception as error:  # noqa: BLE001  one broken kernel must not end the table
+        return Found(Check(task.name, task.shape, _reason(error), True))
+
+
+Message = tuple[int, "Found | None"]
+"""The number of a task, and None when it is begun or what it found."""
+
+
+def work(options: argparse.Namespace, first: int, began: float, device: str) -> Iterator[Message]:
+    """Do the tasks from number `first` on, until one leaves the GPU unusable for this process."""
+    budget = Budget(options.budget, SHARES_TWO if options.two_devices else SHARES, began)
+    for number, task in list(enumerate(tasks(options, device)))[first:]:
+        yield number, None
+        left = budget.left(task.part)
+        if left >= task.least:
+            print(f"{left:5.0f} s left  {task.name} {task.shape}", file=sys.stderr, flush=True)
+        found = perform(task, left)
+        yield number, found
+        if found.check.failed and _lost(device):
+            return
+
+
+def _lost(device: str) -> bool:
+    """Whether every further call would fail, as after an access of memory that is not ours."""
+    try:
+        torch.cuda.synchronize() if device == "cuda" else None
+    except Exception:  # noqa: BLE001  torch's and triton's differ
+        return True
+    return False
+
+
+class Lost(Exception):
+    """A process ended in the middle of a task, or said nothing for too long."""
+
+
+def _in_process(
+    options: argparse.Namespace, first: int, began: float, device: str, its_work: Any = work
+) -> Iterator[Message]:
+    """`work` in a process of its own: a kernel that crashes or hangs ends that, not the table."""
+    context: Any = multiprocessing.get_context(START)
+    receiver, sender = context.Pipe(duplex=False)
+    arguments = sender, its_work, options, first, began, device
+    process = context.Process(target=_send_all, args=arguments, daemon=True)
+    process.start()
+    sender.close()
+    try:
+        while True:
+            patience = min(PATIENCE_S, began + options.budget + OVERRUN_S - time.monotonic())
+            if not receiver.poll(max(0.0, patience)):
+                raise Lost(f"no end after {patience:.0f} s")
+            try:
+                message = receiver.recv()
+            except EOFError:
+                process.join(10)
+                if process.exitcode:
+                    raise Lost(f"its process ended with {process.exitcode}") from None
+                return
+            yield message
+    finally:
+        process.kill()
+        process.join()
+
+
+def _send_all(sender: Any, its_work: Callable[..., Iterator[Message]], *arguments: Any) -> None:
+    for message in its_work(*arguments):
+        sender.send(message)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -221,58 +376,26 @@ def main(arguments: Sequence[str]) -> int:
     return _run(options)
 
 
-def _run(options: argparse.Namespace, device: str = "cuda") -> int:
-    from . import cases, measure, timing, tune  # noqa: F401  cases registers them
-
+def _run(
+    options: argparse.Namespace, device: str = "cuda", source: Callable[..., Any] = _in_process
+) -> int:
     began = time.monotonic()
-    budget = Budget(options.budget, SHARES_TWO if options.two_devices else SHARES)
     machine = report.machine()
-    print(", ".join(f"{key} {value}" for key, value in machine.items()))
-    roof, floor = timing.measured_roof(), timing.launch_floor_us()
-    print(f"roof {roof / 1e9:.0f} GB/s (copy), empty launch {floor:.2f} us", flush=True)
-    chosen = [case for case in CASES.values() if not options.names or case.name in options.names]
-    # The first shape of every case before the second of any.
-    work = [
-        (case, case.shapes[index])
-        for index in range(max((len(case.shapes) for case in chosen), default=0))
-        for case in chosen
-        if index < len(case.shapes)
-    ]
-    engine_left = functools.partial(budget.left, "engine")
-    rows = [] if options.names else engine_checks(options.two_devices, engine_left)
-    results, lost = [], False
-    for case, shape in work:
-        row = Check(case.name, shape_id(shape))
-        rows.append(row)
-        if budget.left("kernels") < 5:
-            row.verdict = OUT_OF_TIME
-            continue
-        print(f"{budget.left('kernels'):5.0f} s left  {row.case} {row.shape}", file=sys.stderr)
+    print(", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
+    planned = tasks(options, device)
+    every: list[Found] = []
+    while len(every) < len(planned):
         try:
-            rows[-1] = row = check(case, shape)
-            timed = measure.measure_times(case, shape, case.dtype, ["ours", "torch"], roof)
-        except Exception as error:  # noqa: BLE001  one broken kernel must not end the table
-            row.verdict, row.failed = f"{type(error).__name__}: {error}".split("\n")[0], True
-            if isinstance(error, torch.AcceleratorError):
-                print("the CUDA context is lost: stopping here")
-                lost = True
-                break
-            continue
-        results += timed
-        for result in timed:
-            if result.provider == "ours":
-                row.p50_us, row.launches = result.p50_us, result.launches
-                row.percent_of_roof = result.percent_of_roof
-            else:
-                row.torch_us = result.p50_us
-    if not options.names and not lost and budget.left("tuning") > 20:
-        try:
-            rows.append(far_offsets())
-        except Exception as error:  # noqa: BLE001
-            rows.append(Check("int64 offsets", "-", f"{type(error).__name__}: {error}", True))
-    ops = [op for op in tune.first_shapes() if op[0] in chosen and not lost]
-    tuned = tune.tune_all(ops, timing.time_us, device, functools.partial(budget.left, "tuning"))
-    rows += tuning_checks(tuned)
+            for number, found in source(options, len(every), began, device):
+                if found is not None:
+                    assert number == len(every)
+                    every.append(found)
+        except Lost as lost:
+            task = planned[len(every)]
+            every.append(Found(Check(task.name, task.shape, str(lost), True)))
+        if time.monotonic() > began + options.budget:  # no time for another process to start
+            every += [perform(task, 0.0) for task in planned[len(every) :]]
+    rows = [found.check for found in every]
     failed = sum(row.failed for row in rows)
     headers = ("case", "shape", "check", "graph", "launches", "p50 us", "% of roof", "torch us")
     print(
@@ -285,13 +408,15 @@ def _run(options: argparse.Namespace, device: str = "cuda") -> int:
             ],
         )
     )
-    for its in tuned:
-        for reason in its.left_out if its.in_use else ():
-            print(f"left out, tune: {its.case}: {reason}")
+    tuned = [row for found in every for row in found.tuning]
+    for row in tuned:
+        for reason in row.left_out if row.in_use else ():
+            print(f"left out, tune: {row.case}: {reason}")
     missed = [row.case for row in rows if row.verdict == OUT_OF_TIME]
     print(f"{len(rows)} rows, {failed} failed, {time.monotonic() - began:.0f} s", end="")
     print(f"; out of time: {', '.join(dict.fromkeys(missed))}" if missed else "")
     if options.json:
+        results = [result for found in every for result in found.results]
         parts: dict[str, list[Any]] = {"results": results, "checks": rows, "tuning": tuned}
         data = {name: [dataclasses.asdict(row) for row in part] for name, part in parts.items()}
         files.write_json(options.json, {"machine": machine} | data)

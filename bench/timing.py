@@ -7,11 +7,15 @@ them there; providers take turns, so that a clock that drifts drifts for all.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 Run = Callable[[], object]
+
+MOST_S = 3.0
+"""Seconds of rounds after which a comparison has enough of them: a reference may take long."""
 
 
 def syncs(run: Run) -> bool:
@@ -26,8 +30,11 @@ def syncs(run: Run) -> bool:
     return False
 
 
-def capture(runs: Sequence[Run]) -> Callable[[], None]:
-    """One graph of all `runs` in turn; where they sync with the host, a plain loop."""
+def capture(runs: Sequence[Run]) -> tuple[Run, int]:
+    """One graph of all `runs` in turn, and how many they are; where they sync with the host or
+    cannot be captured, the first alone."""
+    if syncs(runs[0]):
+        return runs[0], 1
 
     def loop() -> None:
         for run in runs:
@@ -38,30 +45,34 @@ def capture(runs: Sequence[Run]) -> Callable[[], None]:
     with torch.cuda.stream(side):
         loop()
     torch.cuda.synchronize()
-    if any(syncs(run) for run in runs):
-        return loop
-    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loop()
-    return graph.replay
+    try:
+        with torch.cuda.graph(graph):
+            loop()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return runs[0], 1
+    return graph.replay, len(runs)
 
 
 def time_us(providers: Mapping[str, Sequence[Run]], rounds: int = 40) -> dict[str, list[float]]:
     """Microseconds per run of each provider, sorted; each provider's runs are one graph."""
     replays = {name: capture(runs) for name, runs in providers.items()}
     samples: dict[str, list[float]] = {name: [] for name in providers}
-    for replay in replays.values():
+    for replay, _ in replays.values():
         for _ in range(3):
             replay()
-    for _ in range(rounds):
-        for name, replay in replays.items():
+    stop = time.monotonic() + MOST_S
+    for done in range(rounds):
+        if done >= 3 and time.monotonic() > stop:
+            break
+        for name, (replay, count) in replays.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             replay()
             end.record()
             end.synchronize()
-            samples[name].append(start.elapsed_time(end) * 1e3 / len(providers[name]))
+            samples[name].append(start.elapsed_time(end) * 1e3 / count)
     return {name: sorted(values) for name, values in samples.items()}
 
 
@@ -84,15 +95,17 @@ def launch_floor_us() -> float:
     return percentile(time_us({"empty": [lambda: one.add_(1)] * 20})["empty"], 0.5)
 
 
-def kernels_launched(run: Run) -> int:
-    """Kernels and memory operations that the device ran for one call."""
+def kernels_launched(run: Run) -> int | None:
+    """Kernels and memory operations that the device ran for one call; None: it does not tell."""
     from torch.profiler import ProfilerActivity, profile
 
     run()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        run()
-        torch.cuda.synchronize()
-    return sum(
-        1 for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA
-    )
+    try:
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            run()
+            torch.cuda.synchronize()
+    except RuntimeError:  # no CUPTI, or not for this user
+        return None
+    events = profiler.events() or ()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in events) or None

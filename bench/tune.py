@@ -267,32 +267,22 @@ def _until(moment: float) -> float:
     return moment - time.monotonic()
 
 
-def tune_all(
-    ops: Sequence[tuple[Case, Shape, Tunable]],
-    timer: Timer,
-    device: str,
-    left: Callable[[], float],
-) -> list[Row]:
-    """Rows of `ops`, one size varied at a time, in the seconds left: each op has an equal part of
-    what those before it have left over. Where nothing could be timed, `in_use` is "" and `left_out`
-    says why."""
-    rows = []
-    for index, (case, shape, tunable) in enumerate(ops):
-        stop = time.monotonic() + left() / (len(ops) - index)
-        name = str(case.dtype).removeprefix("torch.")
-        row = Row(case.name, shape_id(shape), name, "", left_out=(OUT_OF_TIME,))
-        if _until(stop) >= _LEAST_S:
-            print(f"{left():5.0f} s left  tune {case.name} {shape_id(shape)}", file=sys.stderr)
-            try:
-                row = tune(
-                    case, shape, case.dtype, tunable, timer, device,
-                    changes=one_at_a_time, left=functools.partial(_until, stop),
-                )  # fmt: skip
-            except Exception as error:  # noqa: BLE001  one broken kernel must not end the table
-                reason = f"{type(error).__name__}: {error}".split("\n")[0]
-                row = dataclasses.replace(row, left_out=(reason,))
-        rows.append(row)
-    return rows
+def tune_op(
+    case: Case, shape: Shape, tunable: Tunable, timer: Timer, device: str, stop: float
+) -> Row:
+    """The row of an op, one size varied at a time until `stop` of the monotonic clock. Where
+    nothing could be timed, `in_use` is "" and `left_out` says why."""
+    reason = OUT_OF_TIME
+    if _until(stop) >= _LEAST_S:
+        try:
+            return tune(
+                case, shape, case.dtype, tunable, timer, device,
+                changes=one_at_a_time, left=functools.partial(_until, stop),
+            )  # fmt: skip
+        except Exception as error:  # noqa: BLE001  one broken kernel must not end the table
+            reason = f"{type(error).__name__}: {error}".split("\n")[0]
+    name = str(case.dtype).removeprefix("torch.")
+    return Row(case.name, shape_id(shape), name, "", left_out=(reason,))
 
 
 def main(arguments: Sequence[str]) -> int:

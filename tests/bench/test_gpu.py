@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import os
+import signal
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +32,15 @@ def test_without_a_gpu_it_says_so(capsys, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert command.main(["gpu"]) == 3
     assert "nothing was checked" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("visible, there", [(None, True), ("0", True), ("", False)])
+def test_a_hidden_gpu_is_none(visible: str | None, there: bool, monkeypatch) -> None:
+    monkeypatch.setattr(command.Path, "glob", lambda *_: iter([Path("/dev/nvidia0")]))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert command._has_gpu() == there
 
 
 def test_inputs_are_copied_to_the_last_tensor() -> None:
@@ -122,13 +136,59 @@ def test_a_part_that_fails_does_not_end_the_others(monkeypatch: pytest.MonkeyPat
 
     parts = [("a", "-", broken), ("b", "-", lambda: ("ok", False))]
     monkeypatch.setattr(gpu_engine, "parts", lambda two_devices: parts)
-    rows = gpu.engine_checks(False, lambda: 100.0)
+    tasks = gpu.tasks(options(), "cpu")[:2]
+    rows = [gpu.perform(task, 100.0).check for task in tasks]
     assert [(row.verdict, row.failed) for row in rows] == [
         ("RuntimeError: no kernel image", True),
         ("ok", False),
     ]
-    late = gpu.engine_checks(False, lambda: 10.0)
+    late = [gpu.perform(task, 10.0).check for task in tasks]
     assert {row.verdict for row in late} == {"not reached: out of time"}
+
+
+def _unlucky(
+    options: Any, first: int, began: float, device: str
+) -> Iterator[tuple[int, gpu.Found | None]]:
+    """Work whose second task crashes and whose fourth hangs."""
+    for number in range(first, 6):
+        yield number, None
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if number == 3:
+            time.sleep(600)
+        yield number, gpu.Found(gpu.Check(str(number), "-", "ok"))
+
+
+def test_a_crash_and_a_hang_cost_a_row_each(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_leaks: None
+) -> None:
+    planned = [gpu.Task("kernels", str(number), "-", 5, lambda left: None) for number in range(6)]
+    monkeypatch.setattr(gpu, "tasks", lambda *_: planned)
+    monkeypatch.setattr(gpu, "PATIENCE_S", 3.0)
+    monkeypatch.setattr(gpu, "START", "fork")  # at once
+    source = functools.partial(gpu._in_process, its_work=_unlucky)
+    assert gpu._run(options(), "cpu", source) == 1
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = {line[0]: " ".join(line[2:]) for line in lines if line[1:2] == ["-"]}
+    ended, hung = rows.pop("1"), rows.pop("3")
+    assert ended.startswith(f"its process ended with {-signal.SIGKILL}")
+    assert hung.startswith("no end after 3 s")
+    assert len(rows) == 4 and all(its.startswith("ok") for its in rows.values())
+
+
+def test_a_lost_gpu_ends_the_process_and_not_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost() -> None:
+        raise RuntimeError("an illegal memory access")
+
+    def broken(left: float) -> gpu.Found:
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    planned = [gpu.Task("kernels", "a", "-", 5, broken)] * 3
+    monkeypatch.setattr(gpu, "tasks", lambda *_: planned)
+    found = list(gpu.work(options(), 1, time.monotonic(), "cuda"))
+    assert [number for number, _ in found] == [1, 1]
+    assert gpu._run(options(), "cuda", gpu.work) == 1
 
 
 def test_shares_of_the_budget() -> None:
@@ -139,13 +199,13 @@ def test_shares_of_the_budget() -> None:
     clock = SimpleNamespace(monotonic=lambda: now[0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu, "time", clock)
-        budget = gpu.Budget(gpu.BUDGET_S, gpu.SHARES)
+        budget = gpu.Budget(gpu.BUDGET_S, gpu.SHARES, now[0])
         assert budget.left("engine") == 90 and budget.left("kernels") == 210
         now[0] += 50
         assert budget.left("engine") == 40 and budget.left("kernels") == 160
         now[0] += 265
         assert budget.left("tuning") == 0 and budget.left("end") == 15
-        assert gpu.Budget(33, gpu.SHARES).left("engine") == 9
+        assert gpu.Budget(33, gpu.SHARES, now[0]).left("engine") == 9
 
 
 SMALL = [
@@ -172,13 +232,12 @@ def dry(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         return {config: [9.0 - ("=128" in config)] for config in part(2.0, providers)}
 
     def parts(two_devices: bool) -> list[Any]:
-        return [(f"engine: {n}", "-", lambda: part(40.0, ("ok", False))) for n in range(4)]
+        return [(f"engine: {n}", "-", lambda: part(41.0, ("ok", False))) for n in range(4)]
 
     clock = SimpleNamespace(monotonic=lambda: now[0])
     for module in (gpu, tune):
         monkeypatch.setattr(module, "time", clock)
-    monkeypatch.setattr(timing, "measured_roof", lambda: part(1.0, 4e12))
-    monkeypatch.setattr(timing, "launch_floor_us", lambda: 1.0)
+    monkeypatch.setattr(gpu, "_roof", lambda: 4e12)
     monkeypatch.setattr(timing, "time_us", time_us)
     monkeypatch.setattr(gpu_engine, "parts", parts)
     monkeypatch.setattr(gpu, "check", check)
@@ -200,14 +259,14 @@ def options(**given: Any) -> SimpleNamespace:
 def test_a_whole_run_ends_in_time(dry: list[float], tmp_path: Path, capsys: Any) -> None:
     """Parts that take longer than their shares lose the last of their rows, not of the next's."""
     file = tmp_path / "out" / "gpu.json"
-    assert gpu._run(options(json=file), "cpu") == 0
+    assert gpu._run(options(json=file), "cpu", gpu.work) == 0
     assert dry[0] <= gpu.BUDGET_S
     data = json.loads(file.read_text())
     verdicts = {(row["case"], row["shape"]): row["verdict"] for row in data["checks"]}
     engine = [verdicts[f"engine: {n}", "-"] for n in range(4)]
     assert engine == ["ok", "ok", gpu.OUT_OF_TIME, gpu.OUT_OF_TIME]
     kernels = [row["verdict"] for row in data["checks"] if row["graph"] == "equal"]
-    assert len(kernels) == 5  # 81 to 210 seconds, 30 each
+    assert len(kernels) == 5  # 82 to 210 seconds, 30 each
     tuned = {row["case"]: row for row in data["tuning"]}
     assert list(tuned) == [name for name, _, _ in SMALL]
     assert all("=128" in row["fastest"] and row["fastest_us"] == 8.0 for row in tuned.values())
@@ -215,12 +274,12 @@ def test_a_whole_run_ends_in_time(dry: list[float], tmp_path: Path, capsys: Any)
     printed = capsys.readouterr().out
     assert "tune: residual" in printed and "8.0 us by VerifyConfig(block_v=128" in printed
     assert "left out, tune: row_stats: ScanConfig(block=100" in printed
-    assert "0 failed, 237 s; out of time: engine: 2, engine: 3, " in printed
+    assert "0 failed, 238 s; out of time: engine: 2, engine: 3, " in printed
 
 
 def test_two_devices_have_more_time_for_the_engine(dry: list[float], capsys: Any) -> None:
-    assert gpu._run(options(two_devices=True), "cpu") == 0
-    assert dry[0] == 247  # 3 parts of the engine and 4 checks, each begun in its time
+    assert gpu._run(options(two_devices=True), "cpu", gpu.work) == 0
+    assert dry[0] == 249  # 3 parts of the engine and 4 checks, each begun in its time
     assert "out of time: engine: 3, " in capsys.readouterr().out
 
 
@@ -235,14 +294,14 @@ def test_tuning_stops_when_its_time_is_spent(
         return outputs(*arguments)
 
     monkeypatch.setattr(tune, "outputs", slow)
-    rows = tune.tune_all(ops, timing.time_us, "cpu", lambda: 63.0 - dry[0])
+    found = [gpu._tune(op, 3 - n, "cpu", 63.0 - dry[0]) for n, op in enumerate(ops)]
+    rows = [row for its in found for row in its.tuning]
     assert [bool(row.in_use) for row in rows] == [True, True, False]
     assert dry[0] <= 63 + 22 and rows[0].left_out == ()
     assert [reason.partition(": ")[2] for reason in rows[1].left_out] == ["out of time"] * 2
     assert rows[2].left_out == (gpu.OUT_OF_TIME,)
-    checks = gpu.tuning_checks(rows)
-    assert [its.failed for its in checks] == [False] * 3
-    assert checks[2].verdict == gpu.OUT_OF_TIME
+    assert [its.check.failed for its in found] == [False] * 3
+    assert found[2].check.verdict == gpu.OUT_OF_TIME
 
 
 def test_an_op_that_cannot_be_tuned_fails_alone(
@@ -253,8 +312,8 @@ def test_an_op_that_cannot_be_tuned_fails_alone(
 
     case, shape, tunable = tune.first_shapes()[1]
     ops = [(dataclasses.replace(case, providers={"ours": broken}), shape, tunable)]
-    rows = tune.tune_all([*ops, tune.first_shapes()[0]], timing.time_us, "cpu", lambda: 60.0)
-    first, second = gpu.tuning_checks(rows)
+    ops.append(tune.first_shapes()[0])
+    first, second = (gpu._tune(op, 1, "cpu", 60.0).check for op in ops)
     assert first.failed and first.verdict == "RuntimeError: no kernel image"
     assert not second.failed and second.p50_us == 9.0
 
