@@ -102,6 +102,13 @@ class Turn:
             return self
         return Turn(self.number, self.decision, *send(device, *self.tensors()))
 
+    @staticmethod
+    def dummy(decision: Decision) -> Turn:
+        """The turn of a row 0 that has just joined, without a request: to warm up with."""
+        zero, two = torch.zeros(1, dtype=torch.int64), torch.full((1,), 2)
+        joined, one = torch.full((1,), -1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+        return Turn(0, decision, zero, zero, two, zero, joined, one)
+
     def select(self, mask: torch.Tensor) -> Turn:
         """The turn of the rows where `mask` [B] is true; both on the host."""
         return Turn(self.number, self.decision, *(tensor[mask] for tensor in self.tensors()))

@@ -1,14 +1,14 @@
 """The drafter's side of a round: answer an outcome with a chain, then draft ahead for the next one.
 
     next_chain(turn)    hit: the branch drafted for this outcome becomes the chain, keys and all
-                        miss: the row is redrafted, gets a proposal that nobody drew, or nothing
+                        miss: the row is redrafted, gets a deterministic proposal, or no draft
     look_ahead()        predict the outcomes of the chain, draft a branch for each, file them
 
 With branches = 0 this is the drafter of standard speculative decoding. Only draft probabilities
 and the noise the verifier itself will use decide what is prepared; nothing here can change what is
 accepted.
 
-Turns, hits and misses are the host's; what they make the draft do is queued on its device.
+Turns, hits and misses are on the host; the work that they cause is queued on the draft's device.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Speculator:
         """The turn of `_awake` on the draft's device."""
         self._asleep: Turn | None = None
         self._unfed = False
-        """Some chain is a proposal that the draft has not read."""
+        """Some chain is a proposal that has not been fed to the draft."""
 
     @property
     def scratch_slots(self) -> int:
@@ -81,31 +81,31 @@ class Speculator:
         return (self.drafter.draft_len + 1) * (self.branches.count + 1)
 
     def warm_up(self) -> None:
-        """Draft for a row of nobody, on every way there is, so that what is captured or compiled at
-        first use is so before the first request."""
+        """Draft for a row without a request, on every path, so that graphs are captured and kernels
+        compiled before the first request."""
         if isinstance(self.model, Graphs):
             self.model.warm_up()
-        draft_len, one = self.drafter.draft_len, torch.ones(1, dtype=torch.int64)
+        draft_len = self.drafter.draft_len
         self.admit([Admission(0, [0, 0], SamplingParams(temperature=1.0), 2)])
         for retry, proposal in ((draft_len, "none"), (0, "ngram")):
-            decision = Decision(draft_len, self.branches.count, retry, proposal)
-            turn = Turn(0, decision, 0 * one, 0 * one, 2 * one, 0 * one, -one.int(), one.int())
+            turn = Turn.dummy(Decision(draft_len, self.branches.count, retry, proposal))
             self.next_chain(turn)
             self.look_ahead()
         if self.branches.count:
-            self.branches.promote(turn.on(self.device), *send(self.device, 0 * one))
+            first = torch.zeros(1, dtype=torch.int64)
+            self.branches.promote(turn.on(self.device), *send(self.device, first))
         self.branches.lookup(turn)
         self.release([0])
 
     def admit(self, admissions: list[Admission]) -> None:
-        """Take in the texts of rows, all but the last token."""
+        """Prefill the texts of rows, all but the last token."""
         for new in admissions:
             self._waited[new.row] = -1
             self.branches.forget(new.row)
             self.drafter.admit(new, self.scratch_slots)
 
     def spans(self) -> list[Span]:
-        """Its work since the last call, and as a span of no length what could not be drawn from."""
+        """Its spans since the last call; a BROKEN one counts unusable rows of logits."""
         spans, drafter = self.timeline.drain(), self.drafter
         if drafter.on_host and (broken := int(drafter.broken)):
             drafter.broken.zero_()
@@ -134,8 +134,8 @@ class Speculator:
             self.branches.promote(there, branch_there)
         else:
             if bool(hit.any()):
-                its = turn.select(hit).on(self.device)
-                self.branches.promote(its, *send(self.device, branch[hit]))
+                hits = turn.select(hit).on(self.device)
+                self.branches.promote(hits, *send(self.device, branch[hit]))
             missed = ~(hit | waited)
             asleep = missed & (turn.accepted >= 0)
             if turn.decision.sit_out and not bool(asleep.all()):
@@ -150,7 +150,7 @@ class Speculator:
     def look_ahead(self, *, late: bool = False) -> None:
         """Draft a branch for each likely outcome of the chains handed out last.
 
-        late: the next turn has come already; leave the branches, and the keys for later.
+        late: the next turn has arrived already; skip the branches, and feed the chains later.
         """
         turn, there, asleep = self._awake, self._there, self._asleep
         self._awake = self._there = self._asleep = None
@@ -173,7 +173,7 @@ class Speculator:
 
     def _answer_misses(self, turn: Turn) -> None:
         """Chains for rows whose outcome was not predicted, or which have just joined. The turn is
-        the host's."""
+        on the host."""
         if not len(turn.rows):
             return
         decision, drafter = turn.decision, self.drafter
@@ -181,15 +181,15 @@ class Speculator:
         if decision.retry:
             drafter.redraft(turn, budget.clamp(max=decision.retry))
             return
-        its = turn.on(self.device)
+        there = turn.on(self.device)
         (budget,) = send(self.device, budget)
         count = torch.zeros_like(budget)
         if decision.proposal == "ngram" and decision.draft_len:
             tokens, count = drafter.history.propose(
-                its.rows, its.base, drafter.draft_len, impl=drafter.impl
+                there.rows, there.base, drafter.draft_len, impl=drafter.impl
             )
-            drafter.chain.tokens[its.rows] = tokens.clamp(min=0)
+            drafter.chain.tokens[there.rows] = tokens.clamp(min=0)
         elif decision.proposal == "replay" and self.branches.count:
-            count = self.branches.replay(its)
+            count = self.branches.replay(there)
         self._unfed = decision.proposal != "none"
-        drafter.propose(its, torch.minimum(count, budget))
+        drafter.propose(there, torch.minimum(count, budget))

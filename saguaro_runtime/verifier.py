@@ -44,18 +44,16 @@ class Verifier:
         self._mailbox = Mailbox(model.device)
 
     def warm_up(self, chain: ChainStore) -> None:
-        """On a GPU, judge a chain of nobody, so that what is captured or compiled at first use is
-        so before the first request."""
+        """On a GPU, judge a chain without a request, so that graphs are captured and kernels
+        compiled before the first request."""
         if self.model.device.type == "cpu":
             return
         if isinstance(self.model, Graphs):
             self.model.warm_up()
-        one = torch.ones(1, dtype=torch.int64)
-        decision = Decision(chain.tokens.shape[1], branches=0)
-        turn = Turn(0, decision, 0 * one, 0 * one, one, 0 * one, -one.int(), 0 * one.int())
-        there = turn.on(self.model.device)
+        draft_len = chain.tokens.shape[1]
+        there = Turn.dummy(Decision(draft_len, branches=0)).on(self.model.device)
         sampling = Sampling(torch.ones(1, device=self.model.device))
-        draft = chain.draft(there.rows, sampling, decision.draft_len)
+        draft = chain.draft(there.rows, sampling, draft_len)
         self.verify(there, draft, sampling, Keys(there.rows, there.base))
         self.timeline.drain()
 
@@ -70,8 +68,8 @@ class Verifier:
     ) -> Judgement:
         """Judge the turn's chains; all tensors are on the model's device.
 
-        requests: those of its rows, if any of them wants more than sampling. meanwhile: called once
-        the work has been queued, before the one wait for what comes of it.
+        requests: those of its rows, for their logits editors and log-probabilities; none in a
+        warm-up. meanwhile: called when all work is queued, before the one wait for its result.
         """
         tokens = torch.cat((turn.last[:, None], draft.tokens.clamp(min=0)), dim=1)
         with self.timeline.span("verify", tokens.numel()):
@@ -91,13 +89,13 @@ class Verifier:
 def _edit(
     logits: torch.Tensor, draft: Draft, requests: Sequence[Request]
 ) -> tuple[torch.Tensor, dict[int, str]]:
-    """The rows with the penalties, masks and functions of their requests."""
-    if not any(its.editor.changes(len(its.token_ids)) for its in requests):
+    """The logits with the penalties, masks and functions of their requests; errors by index."""
+    if not any(request.editor.changes(len(request.token_ids)) for request in requests):
         return logits, {}
     counts = draft.num_draft.tolist()
     drafts = [ids[:count] for ids, count in zip(draft.tokens.tolist(), counts, strict=True)]
-    editors, texts = [its.editor for its in requests], [its.token_ids for its in requests]
-    return edit_rows(logits, editors, texts, drafts)
+    editors = [request.editor for request in requests]
+    return edit_rows(logits, editors, [request.token_ids for request in requests], drafts)
 
 
 def _logprobs(
@@ -113,7 +111,7 @@ def _logprobs(
 
 
 def _only_used_rows(verdict: Verdict, logits: torch.Tensor) -> Verdict:
-    """A broken row behind the extra token's is not the text's: only rows 0..k count."""
+    """The verdict without what is broken after row k, the extra token's: the text needs no more."""
     used = torch.arange(logits.shape[1]) <= verdict.num_accepted[:, None]
     legal = ((logits < torch.inf).all(-1) & (logits > -torch.inf).any(-1)).cpu()
     status = verdict.status.masked_fill((legal | ~used).all(-1), int(Status.OK))
