@@ -1,7 +1,8 @@
 """The paper's rates beside the planner's, and beside a pair of yours: `python -m bench paper`.
 
     python -m bench paper                                        published and predicted
-    python -m bench paper --target ./llama-70b --draft ./llama-1b    and measured, here
+    python -m bench paper --target ./qwen-32b --draft ./qwen-0.6b --as qwen --device auto
+                                                                 and measured, on GPUs
 
 A pair is measured as the paper's were: greedy, one request, K and fan-out of the authors' log (the
 same number of branches for each accepted length, by probability), a miss redrafted in full, the
@@ -98,6 +99,8 @@ def main(arguments: Sequence[str]) -> int:
     add = parser.add_argument
     add("--target", metavar="PATH", help="a pair to measure")
     add("--draft", metavar="PATH")
+    add("--device", default="cpu", help="of the pair, as in saguaro generate (%(default)s)")
+    add("--draft-device", metavar="NAME", help="default: as --device; another GPU if that is auto")
     add("--as", dest="pair", choices=("llama", "qwen"), default="llama",
         help="whose K, fan-out and published rates (%(default)s)")  # fmt: skip
     add("--prompts", type=int, default=8, help="HumanEval problems (%(default)s)")
@@ -129,7 +132,9 @@ def _measured(pair: Any, options: argparse.Namespace) -> tuple[dict[str, dict[st
 
     from .equality import code_prompts
 
-    models = load(options.target, options.draft, options.dtype)
+    models = load(
+        options.target, options.draft, options.dtype, options.device, options.draft_device
+    )
     variants = [Variant(name, its) for name, its in configs(pair.k, pair.fan_out).items()]
     with opened(models, variants) as runs:
         prompts = code_prompts(models.tokenizer, options.prompts)

@@ -77,6 +77,19 @@ def demo(path: Path = RESULTS / "demo.json") -> str:
     )
 
 
+def headline(path: Path = RESULTS / "demo.json") -> str:
+    """The same run in a sentence, with what speaks against SSD."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    rate = {name: f"{row['tokens_per_s']:.1f}" for name, row in found["methods"].items()}
+    speed = found["speed"]
+    return (
+        f"SSD {rate['ssd']} tokens/s, {speed['ssd_vs_sd']:.2f} times standard speculative decoding "
+        f"({rate['sd']}) and {speed['ssd_vs_ar']:.2f} times plain decoding with one core "
+        f"({rate['ar']}), {speed['ssd_vs_ar_2_threads']:.2f} times plain decoding with both "
+        f"({rate['ar_2_threads']}); `saguaro demo`, {_taken(found['machine'])}.\n"
+    )
+
+
 def texts(path: Path = RESULTS / "equality.json") -> str:
     """What `python -m bench equality` found."""
     found = json.loads(path.read_text(encoding="utf-8"))
@@ -125,6 +138,7 @@ def _taken(machine: dict[str, Any]) -> str:
 SECTIONS = {
     "traffic": traffic,
     "demo": demo,
+    "headline": headline,
     "texts": texts,
     "plots": plots.markdown,
     "scripted": scripted_runs,

@@ -28,4 +28,4 @@ def main(target: str, draft: str, trace: str = "trace.json") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(__doc__) if len(sys.argv) < 3 else main(*sys.argv[1:])

@@ -58,14 +58,12 @@ def build_target(target: Any, config: EngineConfig, tokenizer: Any = None) -> Bu
     if config.attention == "flash":
         check_machine(device)
     if by_path:
-        from transformers import AutoTokenizer
-
         from .models.gguf import folder_of
-        from .models.loading import load_model
+        from .models.loading import load_model, load_tokenizer
 
         path = folder_of(str(target))
         target = load_model(path, device=device)
-        tokenizer = tokenizer or AutoTokenizer.from_pretrained(path)
+        tokenizer = tokenizer or load_tokenizer(path)
     tokens = config.max_tokens + config.max_batch * page_size(config.attention)
     lane, graphs = lane_on(device, config), {}
     on_stream = device.type == "cuda" and lane == "stream"

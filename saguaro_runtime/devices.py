@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,8 @@ class Places(NamedTuple):
 
 
 def places(config: EngineConfig, loaded: torch.device | None = None) -> Places:
-    """What `device` and `draft_device` mean on this machine.
+    """What `device` and `draft_device` mean on this machine; a warning where a GPU is left idle
+    that nobody has spoken of.
 
     "auto" is a GPU for the target and another one for the draft, as far as there are GPUs. The
     draft's default is the target's device, and "auto" with device="auto".
@@ -39,6 +41,12 @@ def places(config: EngineConfig, loaded: torch.device | None = None) -> Places:
         target = torch.device("cuda", 0) if gpus else CPU
     else:
         target = device_of("device", config.device or "cpu")
+        if gpus and config.device is None:
+            warnings.warn(
+                "a GPU is here, and models given by path go onto the CPU: device='auto' "
+                "(--device auto) takes the GPU, device='cpu' says that this is meant",
+                stacklevel=4,  # who makes the engine
+            )
     name = config.draft_device or ("auto" if config.device == "auto" else None)
     if name == "auto" and target.type == "cuda" and gpus > 1:
         draft = torch.device("cuda", 0 if target.index else 1)
@@ -57,7 +65,9 @@ def device_of(option: str, name: str) -> torch.device:
     here = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     found = "cuda:0" if name == "cuda" else name
     if found not in here:
-        raise ConfigError(f"{option}: got {name!r}, this machine has {', '.join(here)}")
+        raise ConfigError(
+            f"{option}: got {name!r}, torch {torch.__version__} finds {', '.join(here)}"
+        )
     return torch.device(found)
 
 

@@ -69,7 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         from saguaro_kernels.errors import SaguaroError
 
-        if not isinstance(error, SaguaroError):
+        # A file that is not there, cannot be written or is no text is not for a traceback either.
+        if not isinstance(error, SaguaroError | OSError | UnicodeError):
             raise
         print(f"saguaro: {error}", file=sys.stderr)
         return 1
@@ -182,7 +183,8 @@ def check_models(args: argparse.Namespace) -> None:
         from saguaro_kernels.errors import ConfigError
 
         raise ConfigError(
-            f"--method {args.method}: needs --draft PATH; without one use --method ar"
+            f"--method {args.method}: needs --draft PATH, or --draft ngram; plain decoding is "
+            "--method ar"
         )
     args.target = check_model("--target", args.target)
     if args.draft is not None:

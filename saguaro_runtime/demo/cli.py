@@ -18,6 +18,7 @@ from ..cli.doctor import faster_dtype
 from ..cli.generate import encode
 from ..compare import Comparison, compare_texts
 from ..config import EngineConfig
+from ..devices import places
 from ..engine import Engine
 from ..ngram import NGRAM
 from ..params import SamplingParams
@@ -165,22 +166,28 @@ def _paths(args: argparse.Namespace) -> tuple[str, str]:
     return load_pair()
 
 
-def load(target_path: str, draft_path: str, dtype: str) -> Pair:
-    """Load the models once; the engines opened on them share their weights."""
+def load(
+    target_path: str,
+    draft_path: str,
+    dtype: str,
+    device: str = "cpu",
+    draft_device: str | None = None,
+) -> Pair:
+    """Load the models once, to where EngineConfig would; engines on them share their weights."""
     import torch
-    from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-    from ..models.loading import load_draft, load_model
+    from ..models.loading import load_draft, load_model, load_tokenizer
 
+    where = places(EngineConfig(device=device, draft_device=draft_device))
     disable_progress_bar()  # transformers' own; ours covers the whole load
     set_verbosity_error()  # its assisted generation warns of its own calls
     with _bar(3, f"loading ({dtype})") as bar:
-        tokenizer = AutoTokenizer.from_pretrained(target_path)
+        target = load_model(target_path, getattr(torch, dtype), where.target)
         bar.update()
-        target = load_model(target_path, getattr(torch, dtype))
+        tokenizer = load_tokenizer(target_path)
         bar.update()
-        draft = load_draft(draft_path, target, getattr(torch, dtype))
+        draft = load_draft(draft_path, target, getattr(torch, dtype), where.draft)
         bar.update()
     return Pair(target, draft, tokenizer)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from saguaro_runtime import ConfigError, Engine, EngineConfig, SamplingParams, cli
 from saguaro_runtime.cli import doctor
+from saguaro_runtime.demo.cli import load
 from saguaro_runtime.devices import places
 from saguaro_runtime.models import loading
 from saguaro_runtime.models.draft import SHARED_EMBEDDINGS
@@ -59,16 +61,22 @@ def test_where_models_go(
     count: int, device: str | None, draft: str | None, wanted: tuple[str, str], gpus: Any
 ) -> None:
     gpus(count)
-    found = places(EngineConfig(device=device, draft_device=draft))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = places(EngineConfig(device=device, draft_device=draft))
     assert tuple(map(str, found)) == wanted
+    # Only who has spoken of no device is told that a GPU is left idle.
+    assert ["device='auto'" in str(warning.message) for warning in said] == [True] * (
+        device is None
+    )
 
 
 @pytest.mark.parametrize(
     "count, device, draft, words",
     [
-        (0, "cuda", None, "device: got 'cuda', this machine has cpu$"),
-        (2, "cuda:2", None, "device: got 'cuda:2', this machine has cpu, cuda:0, cuda:1$"),
-        (1, "cuda", "cuda:1", "draft_device: got 'cuda:1', this machine has cpu, cuda:0$"),
+        (0, "cuda", None, "device: got 'cuda', torch .+ finds cpu$"),
+        (2, "cuda:2", None, "device: got 'cuda:2', torch .+ finds cpu, cuda:0, cuda:1$"),
+        (1, "cuda", "cuda:1", "draft_device: got 'cuda:1', torch .+ finds cpu, cuda:0$"),
         (1, "gpu", None, "device: got 'gpu'"),
         (1, "cuda:-1", None, "device: got 'cuda:-1'"),
         (1, "cuda", "cpu", "draft on cpu, target on cuda:0: want both"),
@@ -95,7 +103,8 @@ def test_the_command_line_hands_the_devices_on(
     line = [command, "--target", folders[0], "--draft", folders[1]]
     line += ["--prompt", "x"] if command == "generate" else []
     assert cli.main([*line, "--device", "cuda:7"]) == 1
-    assert "device: got 'cuda:7', this machine has cpu, cuda:0" in capsys.readouterr().err
+    words = f"device: got 'cuda:7', torch {torch.__version__} finds cpu, cuda:0"
+    assert words in capsys.readouterr().err
     assert cli.main([*line, "--device", "cuda", "--draft-device", "cuda:1"]) == 1
     assert "draft_device: got 'cuda:1'" in capsys.readouterr().err
 
@@ -167,3 +176,14 @@ def test_a_draft_on_another_device_copies_what_it_shares(
         assert {str(its.device) for its in target.parameters()} == {"cuda:0"}
         theirs, ours = away.get_input_embeddings().weight, target.get_input_embeddings().weight
     assert torch.equal(theirs, ours)
+
+
+def test_a_measured_pair_goes_where_it_is_told(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(2)
+    where = []
+    monkeypatch.setattr(loading, "load_tokenizer", lambda path: None)
+    monkeypatch.setattr(loading, "load_model", lambda path, dtype, device: where.append(device))
+    monkeypatch.setattr(loading, "load_draft", lambda path, of, dtype, device: where.append(device))
+    load("target", "draft", "float32", "auto")
+    load("target", "draft", "float32")
+    assert [str(device) for device in where] == ["cuda:0", "cuda:1", "cpu", "cpu"]
