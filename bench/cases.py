@@ -352,7 +352,7 @@ register(
     Case(
         name="allocate_fan_out",
         summary="branches by accepted length, in proportion to P(k)^(1/(1+r))",
-        gate="tests/kernels/test_outcomes.py::TestAllocateFanOut",
+        gate="tests/kernels/test_fan_out.py::TestAllocateFanOut",
         binaries=r"^allocate_fan_out$",
         shapes=({"B": 8, "K": 7, "M": 24},),
         inputs=fan_out_inputs,
