@@ -108,6 +108,7 @@ class Engine:
             self._settle()
 
     def _round(self) -> list[Request]:
+        """One round: admit, take the next chains, verify them, commit; requests that finished."""
         self._admit()
         turn = self.scheduler.turn()
         if turn is None:
@@ -117,12 +118,12 @@ class Engine:
         if reply and not bool(reply.ready.all()):
             turn, hit = turn.select(reply.ready), reply.hit[reply.ready]
         store = self.lane.chain if self.lane and reply else self._undrafted
-        there = turn.on(self.model.device)
-        sampling, keys = self.scheduler.sampling(there), self.scheduler.keys(there)
-        draft = store.draft(there.rows, sampling, turn.decision.draft_len)
+        on_target = turn.on(self.model.device)
+        sampling, keys = self.scheduler.sampling(on_target), self.scheduler.keys(on_target)
+        draft = store.draft(on_target.rows, sampling, turn.decision.draft_len)
         start, requests = time.monotonic(), self.scheduler.requests(turn)
         meanwhile = self.lane.meanwhile if self.lane else lambda: None
-        judgement = self.verifier.verify(there, draft, sampling, keys, requests, meanwhile)
+        judgement = self.verifier.verify(on_target, draft, sampling, keys, requests, meanwhile)
         finished = self.scheduler.commit(turn, judgement, hit)
         self.timeline.rounds(
             ((request.row, request.rounds[-1].source) for request in requests), start

@@ -90,12 +90,6 @@ class SpanLog:
         return 1e3 * seconds / count if count else 0.0
 
 
-def mean_ms(spans: Iterable[Span], name: str) -> float:
-    """Mean length of the spans called `name`, in milliseconds; 0 where there are none."""
-    times = [span.end - span.start for span in spans if span.name == name]
-    return 1e3 * sum(times) / len(times) if times else 0.0
-
-
 def overlap(spans: Iterable[Span], inner: str, outer: str) -> float:
     """Share of the time of `inner` spans inside `outer` spans of other lanes, in [0, 1]."""
     total = covered = 0.0

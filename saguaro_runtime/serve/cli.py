@@ -74,8 +74,9 @@ def run(args: argparse.Namespace) -> int:
             app = create_app(engine, name, limits)
             if limits.api_key is None and not is_loopback(args.host):
                 print(f"{args.host}: anyone who reaches it may ask; see --api-key", file=sys.stderr)
-            options = {"log_level": "warning", "timeout_graceful_shutdown": GRACE_S}
-            server = uvicorn.Server(uvicorn.Config(app, **options))
+            server = uvicorn.Server(
+                uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_S)
+            )
             host, port = listening.getsockname()[:2]
             print(f"serving {name} at http://{host}:{port}/v1", file=sys.stderr, flush=True)
             server.run([listening])
