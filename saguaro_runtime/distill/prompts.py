@@ -71,7 +71,7 @@ def read_prompts(path: str) -> list[Prompt]:
         ]
     except OSError as error:
         raise ConfigError(f"prompts: {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"prompts: {path}: {type(error).__name__}: {error}; want lines of text, or JSON of "
             'strings or {"text": .., "kind": "chat"}'

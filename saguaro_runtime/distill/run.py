@@ -16,6 +16,7 @@ from saguaro_kernels.errors import ConfigError
 from ..build import stop_ids_of
 from ..cli.doctor import faster_dtype
 from ..cli.generate import encode
+from ..devices import device_of
 from ..models.draft import DRAFT_VOCAB
 from ..models.gguf import folder_of
 from ..models.loading import (
@@ -30,7 +31,7 @@ from .progress import Interruptions, Progress, say
 from .prompts import read_prompts, split_prompts
 from .settings import Settings, Work, read_json, write_json
 from .student import check_start, copy_student, student_config, student_weights, write_student
-from .texts import Text, Writer, frequent_ids, load_chunk, save_chunk
+from .texts import Text, Writer, frequent_ids, is_chunk, load_chunk, save_chunk
 from .train import Trainer
 
 CHUNK = 16
@@ -65,7 +66,8 @@ def distill(
     Raises:
         UnsupportedError: a target of another family, before any work.
         ConfigError: settings that do not fit the target or those of the run to be resumed, a folder
-            that holds something else.
+            that holds something else or in which another run is at work.
+        SaguaroError: a file cannot be written; the run can be resumed.
     """
     folder = folder_of(target)
     config = _config_of(folder)
@@ -75,14 +77,21 @@ def distill(
             f"draft_vocab: got {settings.draft_vocab}, want fewer than the target's "
             f"{config.vocab_size}"
         )
+    if settings.device == "cuda":
+        device_of("device", "cuda")
+    most = getattr(config, "max_position_embeddings", None)
+    if most is not None and settings.max_new_tokens >= most:
+        raise ConfigError(
+            f"max_new_tokens: got {settings.max_new_tokens}, want fewer than the target's {most}"
+        )
     prompts = None
     if settings.prompts is not None:
         prompts = split_prompts(read_prompts(settings.prompts), settings.seed)
     work = Work(Path(out))
-    work.begin(target, settings, resume=resume)
-    if work.report.is_file():
-        return read_json(work.report)
-    return _Run(folder, config.dtype, settings, layers, prompts, work).run()
+    with work.begun(target, settings, resume=resume):
+        if work.report.is_file():
+            return read_json(work.report)
+        return _Run(folder, config.dtype, settings, layers, prompts, work).run()
 
 
 class _Run:
@@ -170,16 +179,15 @@ class _Run:
         chunks, chunk_s, step_s = plan["chunks"], plan["chunk_s"], plan["step_s"]
         numbers = range(1, chunks + 1)
         total_s = chunks * (chunk_s + CHUNK * PASSES // BATCH * step_s)
-        there = sum(self.work.chunk(number).is_file() for number in numbers)
+        there = sum(is_chunk(self.work.chunk(number)) for number in numbers)
         with Progress(total_s, there * chunk_s) as progress:
-            for number in numbers:
-                if not self.work.chunk(number).is_file():
+            for number in (0, *numbers):
+                if not is_chunk(self.work.chunk(number)):
                     progress.show("sampling", (number - 1) * chunk_s, f", {number}/{chunks}")
                     save_chunk(self.work.chunk(number), self.writer.chunk(number, check))
                 check()
             trainer = self._trainer(self._texts(numbers))
-            if self.work.checkpoint.is_file():
-                trainer.load(self.work.checkpoint)
+            trainer.load(self.work.checkpoint)
             saved_s, loss = time.monotonic(), float("nan")
             while trainer.step < trainer.steps:
                 loss = trainer.advance()
@@ -197,7 +205,13 @@ class _Run:
         """The texts to train on; those that answer a held-out prompt are not among them."""
         held_out = {text.prompt for text in load_chunk(self.work.chunk(0))}
         found = [text for number in numbers for text in load_chunk(self.work.chunk(number))]
-        return [text for text in found if text.prompt not in held_out]
+        new = [text for text in found if text.prompt not in held_out]
+        if not new:
+            raise ConfigError(
+                f"texts: all {len(found)} answer held-out prompts; ask for more texts, or give "
+                "more --prompts"
+            )
+        return new
 
     def _trainer(self, texts: list[Text]) -> Trainer:
         usual = 0.6 / self.target.config.hidden_size

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from saguaro_kernels.errors import ConfigError
+from safetensors import SafetensorError
+
+from saguaro_kernels.errors import ConfigError, SaguaroError
+
+from ..config import check_number
 
 DTYPES = ("auto", "bfloat16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
@@ -61,10 +68,11 @@ class Settings:
                 raise ConfigError(
                     f"{name}: got {getattr(self, name)} and draft {self.draft!r}, which has its own"
                 )
-        for name in ("draft_vocab", "minutes", "texts", "max_new_tokens", "learning_rate"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name}: got {value}, want more than 0")
+        for name in ("draft_vocab", "texts", "max_new_tokens", "minutes", "learning_rate"):
+            if (value := getattr(self, name)) is not None or name in ("max_new_tokens", "minutes"):
+                whole = name not in ("minutes", "learning_rate")
+                check_number(name, value, int(whole), 10**9, whole=whole, above=not whole)
+        check_number("seed", self.seed, -(2**63), 2**63 - 1, whole=True)
 
 
 class Work:
@@ -93,12 +101,35 @@ class Work:
                 return settings
         return {}
 
-    def begin(self, target: str, settings: Settings, *, resume: bool) -> None:
-        """Make the folder, or check that the run in it is to be resumed with the same settings.
+    @contextlib.contextmanager
+    def begun(self, target: str, settings: Settings, *, resume: bool) -> Iterator[None]:
+        """Inside, the folder is this run's alone: made, or to be resumed with the same settings.
 
         Raises:
-            ConfigError: `resume` is not set, settings differ, or the folder holds something else.
+            ConfigError: `resume` is not set, settings differ, another run is at work in the folder,
+                or it holds something else.
         """
+        if self.report.is_file():
+            self._check(target, settings, resume)
+            yield
+            return
+        if not self.stored() and self.out.exists() and not self._is_empty():
+            raise ConfigError(f"out: {self.out} is not an empty folder, and none of a distillation")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / "lock", "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(f"out: another run is at work in {self.out}") from error
+            self._check(target, settings, resume)
+            yield
+
+    def _is_empty(self) -> bool:
+        """Whether nothing but a run that ended before it wrote anything has been here."""
+        return self.out.is_dir() and all(entry == self.folder for entry in self.out.iterdir())
+
+    def _check(self, target: str, settings: Settings, resume: bool) -> None:
+        """See that the settings are those that it was begun with, or begin with them."""
         wanted = {"target": target} | dataclasses.asdict(settings)
         if stored := self.stored():
             if not resume:
@@ -114,9 +145,6 @@ class Work:
                     f"{stored.get(name)!r}"
                 )
             return
-        if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
-            raise ConfigError(f"out: {self.out} is not an empty folder, and none of a distillation")
-        self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.settings, {"settings": wanted})
 
     def end(self, report: dict[str, Any]) -> None:
@@ -130,8 +158,25 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a file that exists only when it is complete."""
+@contextlib.contextmanager
+def written(path: Path) -> Iterator[Path]:
+    """Inside, the file to write instead of `path`, which only exists when it is complete.
+
+    Raises:
+        SaguaroError: it cannot be written; what was there before still is.
+    """
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    part.replace(path)
+    try:
+        yield part
+        part.replace(path)
+    except (OSError, RuntimeError, SafetensorError) as error:  # of files, of torch, of safetensors
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise SaguaroError(
+            f"{path}: cannot be written ({error}); mend that, and go on with --resume"
+        ) from error
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    with written(path) as part:
+        part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

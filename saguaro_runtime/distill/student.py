@@ -19,6 +19,7 @@ from saguaro_kernels.errors import ConfigError, UnsupportedError
 
 from ..models.draft import SHARED_EMBEDDINGS, own_weights
 from ..models.loading import explained
+from .settings import written
 
 FAMILIES = {
     "gpt2": "transformer.h",
@@ -137,7 +138,8 @@ def write_student(
     """Write a draft's folder; what is there already is replaced."""
     folder.mkdir(parents=True, exist_ok=True)
     stored = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    with written(folder / "model.safetensors") as part:
+        save_file(stored, part, metadata={"format": "pt"})
     config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from saguaro_kernels.errors import ConfigError
@@ -20,6 +20,7 @@ from saguaro_kernels.errors import ConfigError
 from ..cli.generate import encode
 from .prompts import Prompt, before_the_user, invent_prompts
 from .sampling import complete
+from .settings import written
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 QUESTION_TOKENS = 40
@@ -178,7 +179,7 @@ def frequent_ids(
 
 
 def save_chunk(path: Path, texts: list[Text]) -> None:
-    """Write a chunk; the file exists only when it is complete."""
+    """Write a chunk."""
     tensors = {
         "ids": torch.cat([text.ids for text in texts]).int(),
         "length": torch.tensor([len(text.ids) for text in texts]),
@@ -187,9 +188,17 @@ def save_chunk(path: Path, texts: list[Text]) -> None:
     if texts[0].hidden is not None:
         tensors["hidden"] = torch.cat([text.hidden for text in texts if text.hidden is not None])
     prompts = json.dumps([text.prompt.__dict__ for text in texts])
-    part = path.with_suffix(".part")
-    save_file(tensors, part, metadata={"prompts": prompts})
-    part.replace(path)
+    with written(path) as part:
+        save_file(tensors, part, metadata={"prompts": prompts})
+
+
+def is_chunk(path: Path) -> bool:
+    """Whether a chunk is there, and is not one that a power cut has left in part."""
+    try:
+        with safe_open(path, "pt"):
+            return True
+    except (OSError, SafetensorError):
+        return False
 
 
 def load_chunk(path: Path) -> list[Text]:

@@ -10,12 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
 from ..models.draft import DRAFT_VOCAB, own_weights
 from .losses import distill_losses
+from .progress import say
+from .settings import written
 from .texts import Text, last_hidden, padded
 
 _ROWS_AT_ONCE = 512
@@ -101,13 +104,19 @@ class Trainer:
     def save(self, path: Path) -> None:
         """Write a checkpoint; the one before is there until this one is complete."""
         state = {"step": self.step, "optimizer": self._optimizer.state_dict()}
-        part = path.with_suffix(".part")
-        torch.save(state | {"weights": self.weights}, part)
-        part.replace(path)
+        with written(path) as part:
+            torch.save(state | {"weights": self.weights}, part)
 
     def load(self, path: Path) -> None:
-        """Go on from a checkpoint."""
-        state = torch.load(path, map_location=self.draft.device, weights_only=True)
+        """Go on from a checkpoint, if there is one; one that a power cut has left in part is none:
+        training then begins anew, and ends the same."""
+        if not path.is_file():
+            return
+        try:
+            state = torch.load(path, map_location=self.draft.device, weights_only=True)
+        except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+            say(f"{path} is damaged, training begins anew ({type(error).__name__})")
+            return
         for name, tensor in self.weights.items():
             tensor.data.copy_(state["weights"][name])
         self._optimizer.load_state_dict(state["optimizer"])

@@ -64,13 +64,21 @@ def check_pictures(*, timeline: str | None, plot: str | None) -> None:
     """Raise before any work if these files could not be written after it.
 
     Raises:
-        ConfigError: their folder does not exist. UnsupportedError: matplotlib is not installed.
+        ConfigError: their folder does not exist, they are folders, or their suffix names no
+            picture. UnsupportedError: matplotlib is not installed.
     """
     for name, path in (("timeline", timeline), ("plot", plot)):
         if path and not Path(path).parent.is_dir():
             raise ConfigError(f"{name}: there is no folder {str(Path(path).parent)!r}")
+        if path and Path(path).is_dir():
+            raise ConfigError(f"{name}: {path!r} is a folder, want a file")
     if plot:
         _require_matplotlib()
+        from matplotlib.backend_bases import FigureCanvasBase
+
+        kinds = FigureCanvasBase.get_supported_filetypes()
+        if (suffix := Path(plot).suffix[1:].lower()) and suffix not in kinds:
+            raise ConfigError(f"plot: got {plot!r}, want a suffix of {', '.join(sorted(kinds))}")
 
 
 def write_pictures(spans: Iterable[Span], *, timeline: str | None, plot: str | None) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from saguaro_kernels.errors import ConfigError
 
+from ..config import check_number
+from ..metrics.plot import check_pictures
 from .published import render as render_published
 from .roofline import BYTES, MACHINES, MODELS, Machine, ModelShape, forward_seconds
 from .search import Deployment, Plan, evaluate, interpolate, plan
@@ -68,6 +70,11 @@ def run(args: argparse.Namespace) -> int:
     if args.published:
         print(render_published())
         return 0
+    check_pictures(timeline=None, plot=args.plot)
+    for name, most in (("max_k", 64), ("max_branches", 1024), ("tp", 10**4), ("context", 10**9)):
+        check_number(f"--{name.replace('_', '-')}", getattr(args, name), 1, most, whole=True)
+    if args.handoff_ms is not None:
+        check_number("--handoff-ms", args.handoff_ms, 0, 1e6)
     deployment = _deployment(args)
     best = plan(deployment, ks=_ks(args), branches=_branches(args))
     if args.json:
@@ -93,6 +100,8 @@ def _deployment(args: argparse.Namespace) -> Deployment:
         scale, exponent = (float(part) for part in args.miss.split(":"))
     except ValueError:
         raise ConfigError(f"--miss: got {args.miss!r}, want SCALE:EXPONENT") from None
+    check_number("--miss SCALE", scale, 0, 1e6)
+    check_number("--miss EXPONENT", exponent, 0, 100)
     if (args.verify_ms is None) != (args.step_ms is None) or (args.target is None) != (
         args.draft is None
     ):

@@ -288,3 +288,39 @@ def test_reader_that_goes_away_gets_no_traceback(env: dict[str, str]) -> None:
     process.stdout.close()
     assert process.wait(timeout=60) == 1
     assert process.stderr.read() == ""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(28, "No space left on device"), UnicodeDecodeError("utf-8", b"\xff", 0, 1, "no")],
+)
+def test_files_that_fail_are_told_without_a_traceback(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(args: object) -> int:
+        raise error
+
+    monkeypatch.setattr("saguaro_runtime.planner.cli.run", fail)
+    assert cli.main(["plan"]) == 1
+    assert capsys.readouterr().err == f"saguaro: {error}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--plot", "."], "is a folder"),
+        (["--plot", "no/where.png"], "there is no folder"),
+        (["--plot", "plan.docx"], "want a suffix of"),
+        (["--max-k", "0"], "--max-k: got 0"),
+        (["--max-k", "2000"], "--max-k: got 2000"),
+        (["--miss", "nan:1"], "--miss SCALE: got nan"),
+        (["--handoff-ms", "nan"], "--handoff-ms: got nan"),
+        (["--tp", "0"], "--tp: got 0"),
+        (["--context", "-1"], "--context: got -1"),
+    ],
+)
+def test_a_plan_that_cannot_be_made_is_refused(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", "--verify-ms", "18", "--step-ms", "3", *options]) == 1
+    assert words in capsys.readouterr().err

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ import pytest
 import tiny_models
 import torch
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from saguaro_kernels.errors import ConfigError, UnsupportedError
+from saguaro_kernels.errors import ConfigError, SaguaroError, UnsupportedError
 from saguaro_runtime import Engine, EngineConfig, SamplingParams, cli
-from saguaro_runtime.distill import Settings, distill, measure, run, texts
+from saguaro_runtime.distill import Settings, distill, measure, run, student, texts
 from saguaro_runtime.distill.losses import distill_losses
 from saguaro_runtime.distill.progress import Progress
 from saguaro_runtime.distill.prompts import Prompt, invent_prompts, read_prompts, split_prompts
@@ -594,7 +596,11 @@ def test_a_draft_that_does_not_fit_is_refused_before_any_work(
 
 
 def test_settings_are_checked() -> None:
-    for wrong in ({"minutes": 0}, {"texts": -1}, {"dtype": "int8"}, {"device": "abacus"}):
+    for wrong in (
+        {"minutes": 0}, {"texts": -1}, {"dtype": "int8"}, {"device": "abacus"}, {"texts": 1.5},
+        {"minutes": float("inf")}, {"minutes": None}, {"max_new_tokens": None}, {"seed": "x"},
+        {"draft_vocab": 0}, {"learning_rate": float("nan")},
+    ):  # fmt: skip
         with pytest.raises(ConfigError, match=f"{next(iter(wrong))}: got"):
             Settings(**wrong)
 
@@ -618,3 +624,59 @@ def test_help_imports_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
     assert done.returncode == 0, done.stderr
     assert "--draft ./draft" in done.stdout
+
+
+def test_one_run_at_a_time_is_at_work_in_a_folder(llama: str, tmp_path: Path) -> None:
+    with (
+        Work(tmp_path).begun(llama, SETTINGS, resume=False),
+        pytest.raises(ConfigError, match="another run is at work"),
+    ):
+        distill(llama, tmp_path, SETTINGS, resume=True)
+    # One that ended before it wrote anything has begun nothing.
+    (tmp_path / ".distill" / "settings.json").unlink()
+    with Work(tmp_path).begun(llama, SETTINGS, resume=False):
+        assert Work(tmp_path).stored()["target"] == llama
+
+
+def test_a_full_disk_and_damaged_files_lose_nothing(
+    llama: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each kind of file in turn cannot be written; what a power cut left in part is made again."""
+    monkeypatch.setattr(run, "_CHECKPOINT_S", 0.0)
+    out = tmp_path / "out"
+    for owner, name, error in (
+        (Path, "write_text", OSError(28, "No space left on device")),
+        (texts, "save_file", SafetensorError("No space left on device")),
+        (student, "save_file", SafetensorError("No space left on device")),
+        (torch, "save", RuntimeError("[enforce fail at inline_container.cc:672]")),
+    ):
+
+        def full(*_: object, error: Exception = error, **__: object) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, full)
+            with pytest.raises(SaguaroError, match="cannot be written .+ --resume"):
+                distill(llama, out, SETTINGS, resume=True)
+        assert not list(tmp_path.rglob("*.part"))
+    with monkeypatch.context() as patch:
+        interrupt(patch, "advance", 6, kill)
+        with pytest.raises(Killed):
+            distill(llama, out, SETTINGS, resume=True)
+    for name in ("checkpoint.pt", "chunk-00001.safetensors"):
+        file = out / ".distill" / name
+        file.write_bytes(file.read_bytes()[:-50])
+    distill(llama, out, SETTINGS, resume=True)
+    assert weights(out) == weights(whole)
+    assert not (out / ".distill").exists()
+
+
+def test_what_cannot_be_done_is_refused_before_any_work(
+    llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    out = tmp_path / "out"
+    for wrong in ({"max_new_tokens": 100_000}, {"device": "cuda"}, {"layers": 99}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            distill(llama, out, replace(SETTINGS, **wrong))
+    assert not out.exists()
