@@ -1,8 +1,8 @@
 """How a public function runs its op: through torch's dispatcher where anybody listens.
 
 The dispatcher costs .2 us per tensor, 8 us for `verify`. In plain eager code nobody takes the call
-from it: no compiler, mode, transform, tracer or profiler, and no tensor subclass. There the
-implementation is called at once, and the op's name and schema serve those who do listen.
+from it: no compiler, mode, transform, tracer or profiler, no tensor subclass and no meta tensor.
+There the implementation is called at once, and the op's name and schema serve those who do listen.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _anybody_listens(arguments: tuple[Any, ...]) -> bool:
     for listener in _LISTENERS:
         if listener():
             return True
-    return not _PLAIN.issuperset(map(type, arguments))
+    return arguments[0].is_meta or not _PLAIN.issuperset(map(type, arguments))
 
 
 def call(name: str, *arguments: Any) -> None:

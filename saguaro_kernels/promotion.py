@@ -26,9 +26,10 @@ import triton.language as tl
 
 from ._call import call
 from ._launch import Impl, check_int, check_sizes, check_tensor, on_device, resolve_impl
-from .errors import ShapeError
+from .errors import DTypeError, ShapeError
 
 _LENGTHS = (torch.int32, torch.int64)
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -101,15 +102,15 @@ def _promote_branch_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Grid (planes * chunks, B): BLOCK_E elements of all draft_len + 1 positions. Moves them."""
-    request = tl.program_id(1).to(tl.int64)
-    plane = (tl.program_id(0) // chunks).to(tl.int64)
+    """Grid (B, planes * chunks): BLOCK_E elements of all draft_len + 1 positions. Moves them."""
+    request = tl.program_id(0).to(tl.int64)
+    plane = (tl.program_id(1) // chunks).to(tl.int64)
     branch = tl.load(branch_ptr + request).to(tl.int64)
     depth = tl.load(depth_ptr + request)
     if (branch >= 0) & (branch < branches) & (depth >= 0) & (depth <= draft_len):
         trunk = tl.load(trunk_ptr + request).to(tl.int64)
         step = tl.arange(0, BLOCK_S)
-        element = tl.program_id(0) % chunks * BLOCK_E + tl.arange(0, BLOCK_E)
+        element = tl.program_id(1) % chunks * BLOCK_E + tl.arange(0, BLOCK_E)
         source = trunk + draft_len + 1 + step * branches + branch
         target = trunk + depth + 1 + step
         kv_ptr += plane * plane_stride * UNIT
@@ -145,7 +146,7 @@ def _promote_branch_launch(
     config = config or promotion_config(draft_len + 1, inner)
     chunks = triton.cdiv(inner, config.block_e)
     with on_device(kv_pages.device):
-        _promote_branch_kernel[(planes * chunks, batch)](
+        _promote_branch_kernel[(batch, planes * chunks)](
             kv_pages,
             page_table,
             trunk_len,
@@ -179,9 +180,9 @@ def promote_branch(
     """Move the keys and values of each request's hit branch into its chain, in place.
 
     Args:
-        kv_pages: [..., P, page, Hkv, D], any dtype: all layers, keys and values at once, as
-            [L, 2, P, page, Hkv, D]; the last two dimensions contiguous, the leading ones of one
-            stride. Written.
+        kv_pages: [..., P, page, Hkv, D], any dtype of 1, 2, 4 or 8 bytes: all layers, keys and
+            values at once, as [L, 2, P, page, Hkv, D]; the last two dimensions contiguous, the
+            leading ones of one stride. Written.
         page_table: [B, pages] int32.
         trunk_len: [B] int32 | int64, of the round that drafted the branch.
         depth: [B] int32 | int64, 0..draft_len: accepted drafts.
@@ -200,6 +201,8 @@ def promote_branch(
         raise ShapeError(f"kv_pages: got shape {list(kv_pages.shape)}, want [..., P, page, Hkv, D]")
     count, page_size, heads, head_dim = kv_pages.shape[-4:]
     check_sizes("kv_pages", kv_pages, P=count, page=page_size, Hkv=heads, D=head_dim)
+    if kv_pages.element_size() not in _WORDS:
+        raise DTypeError(f"kv_pages: got {kv_pages.dtype}, want a dtype of 1, 2, 4 or 8 bytes")
     device = kv_pages.device
     check_tensor("page_table", page_table, (None, None), torch.int32, device, contiguous_last=True)
     _check_lengths(page_table, trunk_len, depth, branch, draft_len, branches)
@@ -338,6 +341,8 @@ def _promote_pages(page_table, trunk_len, depth, branch, draft_len, branches, im
 def _promote_branch(
     kv_pages, page_table, trunk_len, depth, branch, draft_len, branches, impl
 ) -> None:  # fmt: skip
+    # Words of their size: the kernels and the reference move dtypes that they cannot compute with.
+    kv_pages = kv_pages.view(_WORDS[kv_pages.element_size()])
     if impl == "triton":
         _promote_branch_launch(
             kv_pages, page_table, trunk_len, depth, branch, draft_len=draft_len, branches=branches
@@ -362,13 +367,13 @@ def compile_cases() -> list[tuple[str, Any, dict[str, str], dict[str, Any], int]
                 f"promote_branch-K5-{kind}",
                 _promote_branch_kernel,
                 {
-                    "kv_ptr": f"*{kind}",
+                    "kv_ptr": f"*{word}",
                     **dict.fromkeys(pointers, "*i32"),
                     **dict.fromkeys(_INTEGERS, "i32"),
                 },
                 {"INNER": 1024, "UNIT": 16, "BLOCK_S": 8, "BLOCK_E": config.block_e},
                 config.num_warps,
             )
-            for kind in ("bf16", "fp32")
+            for kind, word in (("bf16", "i16"), ("fp32", "i32"))
         ),
     ]

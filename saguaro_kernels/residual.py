@@ -102,8 +102,8 @@ def _residual_stats_kernel(
     vocab, draft_vocab, num_splits, tiles, stride, draft_stride,
     ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Grid (S, R, 2): a program owns `tiles` tiles of p's or of q's row. Writes its partials."""
-    split, r, side = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    """Grid (R, S, 2): a program owns `tiles` tiles of p's or of q's row. Writes its partials."""
+    r, split, side = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     if side == 0:
         max_, total, arg = _scan_side(
             _row_start(target_ptr, r, stride, ALIGNED), cutoff_ptr, cutoff_id_ptr,
@@ -187,8 +187,8 @@ def _residual_kernel(
     vocab, draft_vocab, num_splits, tiles, stride, draft_stride,
     ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Grid (S, R): a program owns `tiles` tiles. Writes its mass, or its part of probs."""
-    split, r = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """Grid (R, S): a program owns `tiles` tiles. Writes its mass, or its part of probs."""
+    r, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, max_, log_sum, cutoff, cutoff_id, status = _merge_side(
         part_ptr, part_arg_ptr, cutoff_ptr, cutoff_id_ptr, _load_temperature(temperature_ptr + r),
         r, 0, num_splits, BLOCK_S,
@@ -279,9 +279,9 @@ def _residual_launch(
         ALIGNED=aligned, BLOCK_V=config.block_v, num_warps=config.num_warps,
     )  # fmt: skip
     with on_device(device):
-        _residual_stats_kernel[(splits, rows, 2)](**common)
+        _residual_stats_kernel[(rows, splits, 2)](**common)
         for probs in (None, out.probs):
-            _residual_kernel[(splits, rows)](
+            _residual_kernel[(rows, splits)](
                 mass_ptr=mass, probs_ptr=probs, total_ptr=out.mass, status_ptr=out.status,
                 scale_ptr=scale, BLOCK_S=triton.next_power_of_2(config.max_splits), **common,
             )  # fmt: skip

@@ -123,11 +123,19 @@ class SpeculationCache:
         """
         self._check(uid, base, accepted, extra, generation)
         batch, width = uid.shape[0], self.tokens.shape[1]
-        out = out or Lookup(
-            torch.empty(batch, dtype=torch.bool, device=uid.device),
-            torch.empty(batch, dtype=torch.int32, device=uid.device),
-            torch.empty(batch, width, dtype=torch.int64, device=uid.device),
-        )
+        fields = {
+            "hit": ((batch,), torch.bool),
+            "slot": ((batch,), torch.int32),
+            "tokens": ((batch, width), torch.int64),
+        }
+        if out is None:
+            made = (
+                torch.empty(*its, dtype=dtype, device=uid.device) for its, dtype in fields.values()
+            )
+            out = Lookup(*made)
+        else:
+            for name, (shape, dtype) in fields.items():
+                check_out(f"out.{name}", getattr(out, name), shape, dtype, uid.device)
         call(
             "cache_lookup",
             self.buckets, self.key_rows, self.tokens,

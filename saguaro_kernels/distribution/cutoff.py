@@ -123,8 +123,8 @@ def _find_tie(row_ptr, bias_row_ptr, vocab, order, need, GRAIN: tl.constexpr, BL
     ],
 )  # fmt: skip
 def _row_cutoff_kernel(
-    cutoff_ptr,  # out [B * L] float32, or at row_index
-    cutoff_id_ptr,  # out [B * L] int64, likewise
+    cutoff_ptr,  # out [B, L] float32
+    cutoff_id_ptr,  # out [B, L] int32 | int64
     logits_ptr,  # [B, L, V], or [N, V] with row_index
     row_index_ptr,  # [B, L] int64 | None
     num_draft_ptr,  # [B] int32 | None: rows beyond are neither read nor written
@@ -137,15 +137,14 @@ def _row_cutoff_kernel(
     HAS_K: tl.constexpr, ALIGNED: tl.constexpr, GRAIN: tl.constexpr, BLOCK: tl.constexpr,
     LOG_BINS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (L, B): one row. Writes a bound of the kept ids; (-inf, -1) where no filter applies."""
-    i, b = tl.program_id(0), tl.program_id(1)
+    """Grid (B, L): one row. Writes a bound of the kept ids; (-inf, -1) where no filter applies."""
+    b, i = tl.program_id(0), tl.program_id(1)
     if num_draft_ptr is not None:
         if i > tl.maximum(tl.load(num_draft_ptr + b), 0):
             return
     out = b.to(tl.int64) * num_rows + i
     if row_index_ptr is not None:
-        out = tl.load(row_index_ptr + out)
-        row_ptr = _row_start(logits_ptr, out, stride_i, ALIGNED)
+        row_ptr = _row_start(logits_ptr, tl.load(row_index_ptr + out), stride_i, ALIGNED)
     else:
         row_ptr = _row_start(_row_start(logits_ptr, b, stride_b, ALIGNED), i, stride_i, ALIGNED)
     bias_row_ptr = bias_ptr

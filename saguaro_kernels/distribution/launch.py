@@ -88,9 +88,9 @@ def row_cutoff_launch(
     Args:
         logits: [B, L, V], with one entry of `sampling` per request b; or [N, V] with row_index.
         sampling: contiguous tensors, per request.
-        cutoff, cutoff_id: out, contiguous [B * L], or [N] with row_index; float32 and int64.
+        cutoff, cutoff_id: out, B * L contiguous elements; float32, and int32 or int64.
         bias: [B, L, V].
-        row_index: [B, L] int64, the row of `logits` and of the outputs.
+        row_index: [B, L] int64, the row of `logits`.
         num_draft: [B] int32; rows i > num_draft are neither read nor written.
     """
     shape = logits.shape[:2] if row_index is None else row_index.shape
@@ -120,7 +120,7 @@ def _cutoff_plan(
     strides = (logits.stride(0), logits.stride(1)) if row_index is None else (0, logits.stride(0))
     bias_strides = (0, 0) if bias is None else (bias.stride(0), bias.stride(1))
     aligned, (stride_b, stride_i, bias_b, bias_i) = _units(*strides, *bias_strides)
-    return _row_cutoff_kernel, (shape[1], shape[0]), {
+    return _row_cutoff_kernel, (shape[0], shape[1]), {
         "cutoff_ptr": cutoff, "cutoff_id_ptr": cutoff_id, "logits_ptr": logits,
         "row_index_ptr": row_index, "num_draft_ptr": num_draft, "bias_ptr": bias,
         "temperature_ptr": sampling.temperature,
@@ -277,7 +277,7 @@ def _scan_plans(
         "scale_f": scale_f, "BLOCK_S": triton.next_power_of_2(config.max_splits),
         "num_warps": config.merge_warps,
     }  # fmt: skip
-    plans.append((_row_scan_kernel, (num_splits, rows), shared | scan))
+    plans.append((_row_scan_kernel, (rows, num_splits), shared | scan))
     plans.append((_row_merge_kernel, (rows,), shared | merge))
     return plans
 

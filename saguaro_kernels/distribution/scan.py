@@ -160,8 +160,8 @@ def _row_scan_kernel(
     vocab, num_splits, tiles, stride, bias_stride, offset,
     LIST: tl.constexpr, STREAM: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (S, R): a program owns `tiles` tiles of one row. Writes its partial."""
-    split, r = tl.program_id(0), tl.program_id(1)
+    """Grid (R, S): a program owns `tiles` tiles of one row. Writes its partial."""
+    r, split = tl.program_id(0), tl.program_id(1)
     FILTERED: tl.constexpr = cutoff_ptr is not None
     SCALED: tl.constexpr = scale_logit_ptr is not None
     NOISE: tl.constexpr = seed_ptr is not None

@@ -8,9 +8,11 @@ import triton.language as tl
 from .._launch import LARGE
 from ..distribution.rows import _bounded, _id_of, _load_temperature
 from ..rng import _gumbel_at, _gumbel_block
+from .reference import LARGEST
 
 _NOTHING = tl.constexpr(-(2**63))
 _LARGE = tl.constexpr(LARGE)
+_LARGEST = tl.constexpr(LARGEST)
 _LOWEST = tl.constexpr(-(2**63) + 2**32)  # keys of real candidates are above this
 
 
@@ -88,7 +90,7 @@ def _predict_outcomes_scan_kernel(
         best = _NOTHING + tl.arange(0, F).to(
             tl.int64
         )  # distinct, so that one at a time is replaced
-        top = tl.full([BLOCK_V], -1e30, tl.float32)
+        top = tl.full([BLOCK_V], -_LARGEST, tl.float32)
         total = tl.zeros([BLOCK_V], tl.float32)
         tiles = tl.cdiv(vocab, BLOCK_V)
         share = tl.cdiv(tiles, splits)
@@ -100,7 +102,7 @@ def _predict_outcomes_scan_kernel(
             if HAS_BIAS:
                 z += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
             z = tl.where(z < float("inf"), z, float("-inf"))  # NaN and +inf are no candidates
-            score = z * scale
+            score = tl.minimum(z * scale, _LARGEST)
             if RANKING != 0:  # noqa: SIM102  decided at compile time, the other at run time
                 if noisy:
                     if column_ids_ptr is None:
@@ -155,7 +157,7 @@ def _predict_outcomes_select_kernel(
     split = tl.arange(0, BLOCK_S)
     at = row[:, None] * splits + split[None, :]
     known = used[:, None] & (split < splits)[None, :]
-    top = tl.load(top_ptr + at, mask=known, other=-1e30)
+    top = tl.load(top_ptr + at, mask=known, other=-_LARGEST)
     total = tl.load(sum_ptr + at, mask=known, other=0.0)
     row_top = tl.max(top, 1)
     row_sum = tl.sum(total * tl.exp(top - row_top[:, None]), 1)

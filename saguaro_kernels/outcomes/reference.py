@@ -16,6 +16,8 @@ NOISE_FROM_TEMPERATURE = 0.5
 """ranking="auto" uses the noise from here on; below it rarely changes the order."""
 COLDEST = 1e-20
 """Lower temperatures rank as this one, so that z / T stays finite."""
+LARGEST = 3.4e38
+"""Larger quotients z / T rank as this one, for the same reason."""
 Ranking = Literal["auto", "probability", "noise", "coupled"]
 Allocation = Literal["auto", "best", "uniform"]
 
@@ -137,7 +139,7 @@ def _scores(
     if cutoff is not None:
         scores.masked_fill_(~(scores >= cutoff[:, None]), -torch.inf)
     if temperature > 0:
-        scores *= 1.0 / max(temperature, COLDEST)
+        scores = (scores * (1.0 / max(temperature, COLDEST))).clamp_(max=LARGEST)
     if noise is not None:
         scores += noise
     row = torch.arange(len(scores) - 1, device=logits.device)

@@ -84,8 +84,8 @@ def _geometric_row_kernel(
     vocab, stride, row_stride,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, R): one tile of a row. Overwrites r by log sqrt(q max(r, 1e-8))."""
-    start, r = tl.program_id(0) * BLOCK, tl.program_id(1)
+    """Grid (R, tiles): one tile of a row. Overwrites r by log sqrt(q max(r, 1e-8))."""
+    r, start = tl.program_id(0), tl.program_id(1) * BLOCK
     q = (
         _load_temperature(temperature_ptr + r), _finite_or_zero(tl.load(max_ptr + r)),
         tl.load(log_sum_ptr + r), tl.load(cutoff_ptr + r), tl.load(cutoff_id_ptr + r),
@@ -135,7 +135,7 @@ def _geometric_row(
         config = geometric_config()
         aligned, strides = _units(draft_logits.stride(0), row.stride(0))
         with on_device(row.device):
-            _geometric_row_kernel[(triton.cdiv(vocab, config.block), rows)](
+            _geometric_row_kernel[(rows, triton.cdiv(vocab, config.block))](
                 row, draft_logits, temperature.contiguous(), cutoff, cutoff_id, top, log_sum,
                 vocab, *strides,
                 ALIGNED=aligned, BLOCK=config.block, num_warps=config.num_warps,

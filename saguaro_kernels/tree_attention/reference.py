@@ -159,6 +159,9 @@ def tree_attention_reference(
 
 def _attend(query, key, value, mask, scale: float, softcap: float | None) -> torch.Tensor:
     """query [Hq, Q, D], key and value [Hkv, S, D], mask [Q, S] -> [Hq, Q, D]."""
+    if torch.is_autocast_enabled(query.device.type):  # it would multiply in another dtype
+        with torch.autocast(query.device.type, enabled=False):
+            return _attend(query, key, value, mask, scale, softcap)
     if softcap is None:
         return F.scaled_dot_product_attention(
             query[None], key[None], value[None], mask[None, None], scale=scale, enable_gqa=True

@@ -66,7 +66,8 @@ def verify(
         keys: seed [B] and base [B] int64: u_i and the extra token are functions of these.
         rule: "token", "block" ("hsd" is an alias) or "coupled". Drafts for "coupled" are drawn
             under Stream.COUPLED; for the others under any stream but ACCEPT and EXTRA.
-        bias: [B, K+1, V] float32 added to the target's logits before the temperature, any strides.
+        bias: [B, K+1, V] float32 added to the target's logits before the temperature, the last
+            dimension contiguous.
         row_index: [B, K+1] int64, where row i of request b lies in a flat target_logits.
         out, workspace: tensors to write to, so that nothing is allocated; the workspace is
             [>= verify_workspace_size(B, K, V)] float32, its contents do not matter.

@@ -74,8 +74,8 @@ def _verify_stats_kernel(
     target_ptr,  # [B, K+1, V], or [N, V] with row_index
     row_index_ptr,  # [B, K+1] int64 | None
     bias_ptr,  # [B, K+1, V] float32 | None
-    cutoff_ptr,  # float32, one per target row | None
-    cutoff_id_ptr,  # int64, likewise
+    cutoff_ptr,  # [B, K+1] float32 | None
+    cutoff_id_ptr,  # [B, K+1] int32
     num_draft_ptr,  # [B] int32
     temperature_ptr,  # [B] float32
     seed_ptr,  # [B] int64
@@ -83,15 +83,15 @@ def _verify_stats_kernel(
     vocab, num_steps, num_splits, tiles, stride_b, stride_i, bias_stride_b, bias_stride_i,
     COUPLED: tl.constexpr, PROBS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Grid (S, K, B): a program owns `tiles` tiles of a judged row. Writes partials."""
-    split, i, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    """Grid (B, S, K): a program owns `tiles` tiles of a judged row. Writes partials."""
+    b, split, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     if (split == 0) & (i == 0):
         tl.store(counter_ptr + b, 0)
     if i < _load_num_draft(num_draft_ptr + b, num_steps):
         num_rows = num_steps + 1
         row = _row_offset(row_index_ptr, b, i, num_rows, stride_b, stride_i, ALIGNED)
         bias_row = _row_offset(None, b, i, 0, bias_stride_b, bias_stride_i, False)
-        cutoff, cutoff_id = _load_cutoff(cutoff_ptr, cutoff_id_ptr, row_index_ptr, b, i, num_rows)
+        cutoff, cutoff_id = _load_cutoff(cutoff_ptr, cutoff_id_ptr, b, i, num_rows)
         temperature = _load_temperature(temperature_ptr + b)
         p = (target_ptr + row, bias_row, temperature, 0.0, 0.0, cutoff, cutoff_id)
         noise = (tl.load(seed_ptr + b), tl.load(base_ptr + b), i)
@@ -113,8 +113,8 @@ def _verify_mass_kernel(
     target_ptr,  # [B, K+1, V], or [N, V] with row_index
     row_index_ptr,  # [B, K+1] int64 | None
     bias_ptr,  # [B, K+1, V] float32 | None
-    cutoff_ptr,  # float32, one per target row | None
-    cutoff_id_ptr,  # int64, likewise
+    cutoff_ptr,  # [B, K+1] float32 | None
+    cutoff_id_ptr,  # [B, K+1] int32
     num_draft_ptr,  # [B] int32
     temperature_ptr,  # [B] float32
     seed_ptr,  # [B] int64
@@ -137,8 +137,8 @@ def _verify_mass_kernel(
     PROBS: tl.constexpr, DRAFT_PROBS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Grid (S, K-1, B): a program owns `tiles` tiles of one R's row pair. Writes a partial R."""
-    split, i, b = tl.program_id(0), tl.program_id(1) + 1, tl.program_id(2).to(tl.int64)
+    """Grid (B, S, K-1): a program owns `tiles` tiles of one R's row pair. Writes a partial R."""
+    b, split, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) + 1
     num_draft = _load_num_draft(num_draft_ptr + b, num_steps)
     temperature = _load_temperature(temperature_ptr + b)
     one_hot = _is_one_hot(draft_ptr, one_hot_ptr, draft_temperature_ptr, b)
@@ -157,9 +157,7 @@ def _verify_mass_kernel(
             num_rows = num_steps + 1
             row = _row_offset(row_index_ptr, b, i, num_rows, stride_b, stride_i, ALIGNED)
             bias_row = _row_offset(None, b, i, 0, bias_stride_b, bias_stride_i, False)
-            cutoff, cutoff_id = _load_cutoff(
-                cutoff_ptr, cutoff_id_ptr, row_index_ptr, b, i, num_rows
-            )
+            cutoff, cutoff_id = _load_cutoff(cutoff_ptr, cutoff_id_ptr, b, i, num_rows)
             # i < num_draft: its row was judged, so max and log-sum are known.
             p = (
                 target_ptr + row, bias_row, temperature, _at(max_, i, BLOCK_K),
@@ -195,8 +193,8 @@ def _verify_extra_kernel(
     target_ptr,  # [B, K+1, V], or [N, V] with row_index
     row_index_ptr,  # [B, K+1] int64 | None
     bias_ptr,  # [B, K+1, V] float32 | None
-    cutoff_ptr,  # float32, one per target row | None
-    cutoff_id_ptr,  # int64, likewise
+    cutoff_ptr,  # [B, K+1] float32 | None
+    cutoff_id_ptr,  # [B, K+1] int32
     num_draft_ptr,  # [B] int32
     temperature_ptr,  # [B] float32
     seed_ptr,  # [B] int64
@@ -220,8 +218,8 @@ def _verify_extra_kernel(
     DRAFT_PROBS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Grid (S, B): a program owns `tiles` tiles of the extra row; the last one writes all."""
-    split, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """Grid (B, S): a program owns `tiles` tiles of the extra row; the last one writes all."""
+    b, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_draft = _load_num_draft(num_draft_ptr + b, num_steps)
     temperature = _load_temperature(temperature_ptr + b)
     seed, base = tl.load(seed_ptr + b), tl.load(base_ptr + b)
@@ -281,7 +279,7 @@ def _verify_extra_kernel(
         num_rows = num_steps + 1
         row = _row_offset(row_index_ptr, b, k, num_rows, stride_b, stride_i, ALIGNED)
         bias_row = _row_offset(None, b, k, 0, bias_stride_b, bias_stride_i, False)
-        cutoff, cutoff_id = _load_cutoff(cutoff_ptr, cutoff_id_ptr, row_index_ptr, b, k, num_rows)
+        cutoff, cutoff_id = _load_cutoff(cutoff_ptr, cutoff_id_ptr, b, k, num_rows)
         p = (
             target_ptr + row, bias_row, temperature, _at(max_, k, BLOCK_K),
             _at(log_sum, k, BLOCK_K), cutoff, cutoff_id,

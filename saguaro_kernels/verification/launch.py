@@ -10,7 +10,6 @@ import triton
 from .._launch import check_int, on_device
 from ..distribution import Sampling
 from ..distribution.launch import row_cutoff_launch
-from ..errors import ShapeError
 from ..rng import Keys
 from .contract import Draft, Inputs, Verdict
 from .kernels import (
@@ -19,9 +18,6 @@ from .kernels import (
     _verify_mass_kernel,
     _verify_stats_kernel,
 )
-
-MAX_REQUESTS = 65535
-"""What the second and third dimension of a launch hold."""
 
 
 @dataclass(frozen=True)
@@ -45,25 +41,21 @@ class VerifyConfig:
         return triton.cdiv(tiles, each), each
 
 
-def verify_workspace_size(
-    num_requests: int, num_steps: int, vocab: int, *, num_rows: int | None = None
-) -> int:
-    """float32 elements that one `verify` needs at most; `num_rows` = N of flat rows [N, V]."""
+def verify_workspace_size(num_requests: int, num_steps: int, vocab: int) -> int:
+    """float32 elements that one `verify` needs at most."""
     check_int("num_requests", num_requests, 0)
     check_int("num_steps", num_steps, 0)
     check_int("vocab", vocab, 1)
     splits, _ = VerifyConfig().split(vocab)
-    num_rows = num_requests * (num_steps + 1) if num_rows is None else num_rows
-    return sum(_scratch_sizes(num_requests, num_steps, splits, num_rows))
+    return sum(_scratch_sizes(num_requests, num_steps, splits))
 
 
-def _scratch_sizes(
-    num_requests: int, num_steps: int, splits: int, num_rows: int
-) -> tuple[int, ...]:
-    """Of cutoff_id (int64), cutoff, part, part_arg, mass, extra, extra_arg, counter."""
+def _scratch_sizes(num_requests: int, num_steps: int, splits: int) -> tuple[int, ...]:
+    """Of cutoff, cutoff_id, part, part_arg, mass, extra, extra_arg, counter."""
     per_split = (3 * num_steps, num_steps, num_steps, 4, 2)
+    num_rows = num_requests * (num_steps + 1)
     shares = (num_requests * splits * size for size in per_split)
-    return (2 * num_rows, num_rows, *shares, num_requests)
+    return (num_rows, num_rows, *shares, num_requests)
 
 
 def _verify_launch(
@@ -84,18 +76,16 @@ def _verify_launch(
     num_requests, num_steps = draft.tokens.shape
     if num_requests == 0:
         return
-    if num_requests > MAX_REQUESTS:
-        raise ShapeError(f"draft.tokens: got {num_requests} requests, want at most {MAX_REQUESTS}")
     vocab = target_logits.shape[-1]
     config = config or VerifyConfig()
     splits, tiles = config.split(vocab)
-    num_rows = num_requests * (num_steps + 1) if row_index is None else target_logits.shape[0]
-    sizes = _scratch_sizes(num_requests, num_steps, splits, num_rows)
-    cutoff_id, cutoff, part, part_arg, mass, extra, extra_arg, counter = workspace[
+    sizes = _scratch_sizes(num_requests, num_steps, splits)
+    cutoff, cutoff_id, part, part_arg, mass, extra, extra_arg, counter = workspace[
         : sum(sizes)
     ].split(sizes)
-    cutoff_id = cutoff_id.view(torch.int64)
-    part_arg, extra_arg, counter = (t.view(torch.int32) for t in (part_arg, extra_arg, counter))
+    cutoff_id, part_arg, extra_arg, counter = (
+        ids.view(torch.int32) for ids in (cutoff_id, part_arg, extra_arg, counter)
+    )
     if sampling.top_k is None and sampling.top_p is None and sampling.min_p is None:
         cutoff = cutoff_id = None
     else:
@@ -134,15 +124,15 @@ def _verify_launch(
     )  # fmt: skip
     scan_masses = rule == "block" and draft.logits is not None and num_steps > 1
     with on_device(target_logits.device):
-        _verify_stats_kernel[(splits, max(num_steps, 1), num_requests)](
+        _verify_stats_kernel[(num_requests, splits, max(num_steps, 1))](
             part_arg_ptr=part_arg, counter_ptr=counter, COUPLED=rule == "coupled",
             num_warps=config.noise_warps if rule == "coupled" else config.num_warps, **common,
         )  # fmt: skip
         if scan_masses:
-            _verify_mass_kernel[(splits, num_steps - 1, num_requests)](
+            _verify_mass_kernel[(num_requests, splits, num_steps - 1)](
                 mass_ptr=mass, num_warps=config.num_warps, **common, **with_draft
             )
-        _verify_extra_kernel[(splits, num_requests)](
+        _verify_extra_kernel[(num_requests, splits)](
             num_accepted_ptr=out.num_accepted, output_ptr=out.tokens, status_ptr=out.status,
             num_passing_ptr=inputs.num_passing, bonus_ptr=inputs.bonus_tokens, extra_ptr=extra,
             extra_arg_ptr=extra_arg, counter_ptr=counter, part_arg_ptr=part_arg,
@@ -176,7 +166,7 @@ def compile_cases() -> list[tuple[str, object, dict, dict, int]]:
     }  # fmt: skip
     rest = {
         "row_index_ptr": "*i64", "bias_ptr": "*fp32", "cutoff_ptr": "*fp32",
-        "cutoff_id_ptr": "*i64", "downweight_ptr": "*fp32", "draft_bias_ptr": "*fp32",
+        "cutoff_id_ptr": "*i32", "downweight_ptr": "*fp32", "draft_bias_ptr": "*fp32",
         "map_ptr": "*i32",
     }  # fmt: skip
     integers = {name: "i32" for name in _INTEGERS}

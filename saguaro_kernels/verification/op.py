@@ -73,9 +73,7 @@ def run(
             check_out(f"out.{name}", getattr(out, name), shape, dtype, device)
     size = 0
     if impl == "triton":
-        num_rows = None if row_index is None else target_logits.shape[0]
-        vocab = target_logits.shape[-1]
-        size = verify_workspace_size(num_requests, num_steps, vocab, num_rows=num_rows)
+        size = verify_workspace_size(num_requests, num_steps, target_logits.shape[-1])
     if workspace is None:
         workspace = torch.empty(size, dtype=torch.float32, device=device)
     else:

@@ -48,14 +48,12 @@ def _load_num_draft(ptr, num_steps):
 
 
 @triton.jit
-def _load_cutoff(cutoff_ptr, cutoff_id_ptr, row_index_ptr, b, i, num_rows):
+def _load_cutoff(cutoff_ptr, cutoff_id_ptr, b, i, num_rows):
     """Edge of the kept ids of row i (scalar or vector); (-inf, -1) without filters."""
     if cutoff_ptr is None:
         return i * 0.0 + _NEG_INF, i * 0 - 1
     else:
         row = b * num_rows + i
-        if row_index_ptr is not None:
-            row = tl.load(row_index_ptr + row, mask=i < num_rows, other=0)
         cutoff = tl.load(cutoff_ptr + row, mask=i < num_rows, other=_NEG_INF)
         return cutoff, tl.load(cutoff_id_ptr + row, mask=i < num_rows, other=-1)
 

@@ -53,7 +53,7 @@ def _judge(
         row = _row_offset(None, b, step, 0, bias_stride_b, bias_stride_i, False)
         z += tl.load(bias_ptr + row + token, mask=inside, other=0.0)
     z = _clean(z)
-    cutoff, cutoff_id = _load_cutoff(cutoff_ptr, cutoff_id_ptr, row_index_ptr, b, step, num_rows)
+    cutoff, cutoff_id = _load_cutoff(cutoff_ptr, cutoff_id_ptr, b, step, num_rows)
     # A NaN log-sum marks a row that defines no distribution: its draft is rejected.
     possible = _is_within(z, token, cutoff, cutoff_id) & (log_sum == log_sum)
     log_p = (z - _finite_or_zero(max_)) * _reciprocal(temperature) - log_sum

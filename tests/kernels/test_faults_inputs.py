@@ -12,13 +12,16 @@ import pytest
 import torch
 from drafting import random_case
 from every_op import INT, B, K, V, change, leaves, ops, tensors
+from triton.runtime.jit import KernelInterface
 
 from saguaro_kernels import (
     PAD,
     Keys,
     Sampling,
+    SpeculationCache,
     Stream,
     attention_plan,
+    outcomes_workspace_size,
     saguaro_sample,
     sample_geometric,
     sample_workspace_size,
@@ -123,6 +126,46 @@ def test_an_empty_batch(name: str, impl: str) -> None:
         assert not any(tensor.numel() for tensor in tensors(found))
     else:
         assert all(tensor.shape[0] == 0 for tensor in tensors(found))
+
+
+@every
+def test_meta_tensors_give_shapes(name: str) -> None:
+    op = ops()[name]
+    if name == "cache":  # it says where its table lies
+        return
+    found = tensors(op("auto", **change(op.arguments, lambda _, its: its.to("meta"))))
+    wanted = tensors(op())
+    assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in wanted]
+    assert all(its.is_meta for its in found)
+
+
+@every
+def test_autocast_changes_nothing(name: str) -> None:
+    op = ops()[name]
+    plain = {"softcap": None} if name == "tree_attention" else {}
+    for options in ({}, plain):
+        wanted = op(**options)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            same(op(**options), wanted)
+
+
+@every
+def test_batches_are_no_larger_than_a_grid(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """65535 is what the second and third dimension of a launch hold; the first holds 2^31."""
+    op, many, grids = ops()[name], 70_000, []
+
+    def record(kernel: Any, grid: Any) -> Any:
+        return lambda *_, **__: grids.append(grid)
+
+    def widen(path: tuple[str, ...], tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if path[-1] in op.shared else tensor[:1].expand(many, *tensor.shape[1:])
+
+    monkeypatch.setattr(KernelInterface, "__getitem__", record)
+    arguments = change(op.arguments, widen)
+    if name == "rejection_sample":
+        arguments["num_draft_tokens"] = [1] * many
+    op("triton", **arguments)
+    assert grids and all(size <= 65535 for grid in grids for size in grid[1:])
 
 
 NOTHING = {  # (op, argument, its shape or a dimension that is 0, what the message names)
@@ -510,6 +553,27 @@ def test_outcomes_of_odd_numbers(impl: str) -> None:
         same(predict(impl, **given), predict(**acts), exact=False)
 
 
+@pytest.mark.parametrize("allocation", ["best", "uniform"])
+@pytest.mark.parametrize("ranking", ["probability", "noise"])
+@pytest.mark.parametrize(
+    ("scale", "shift", "temperature"),
+    [(1e38, 0.0, 0.1), (1.0, -1e38, 1.0), (1e31, -3e31, 1.0), (1e19, 0.0, 1e-25)],
+)
+def test_outcomes_of_logits_of_any_size(
+    scale: float, shift: float, temperature: float, ranking: str, allocation: str
+) -> None:
+    predict, random = ops()["predict_outcomes"], torch.Generator().manual_seed(4)
+    logits = torch.randn(B, K + 1, V, generator=random).clamp(-3, 3) * scale + shift
+    changed = {
+        "draft_logits": logits, "sampling": Sampling(torch.full((B,), temperature)), "ids": None,
+        "cutoff": None, "accept_prob": None, "fan_out": None, "ranking": ranking,
+        "allocation": allocation,
+    }  # fmt: skip
+    found, wanted = (predict(impl, **changed) for impl in IMPLS)
+    same(found, wanted, exact=False)
+    assert (wanted.tokens >= 0).all() and wanted.score.isfinite().all()
+
+
 @both
 def test_hits_outside_their_range_move_nothing(impl: str) -> None:
     for name, written in (("promote_branch", "kv_pages"), ("promote_pages", "page_table")):
@@ -520,6 +584,64 @@ def test_hits_outside_their_range_move_nothing(impl: str) -> None:
         assert torch.equal(op(impl, branch=two), before)
         for depth in (K + 1, -1, 2**31 - 1):
             assert torch.equal(op(impl, depth=torch.full((B,), depth, dtype=INT)), before)
+
+
+# -- rows and buffers that are shared --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+def test_requests_that_share_a_row(rule: str) -> None:
+    """Each has filters and a bias of its own; indices of rows that are not read may be anything."""
+    requests, steps = 6, 2
+    random = torch.Generator().manual_seed(2)
+    rows = torch.randn(2, V, generator=random)
+    row_index = torch.tensor([[0, 1, 0], [1, 0, 1]]).repeat(3, 1)
+    num_draft = torch.tensor([2, 2, 1, 0, 2, 2], dtype=INT)
+    unread = torch.arange(steps + 1) > num_draft[:, None]
+    sampling = Sampling(torch.ones(requests), top_k=torch.tensor([1, 20, 2, 0, 9, 3], dtype=INT))
+    case = random_case(requests, steps, V)
+    case["draft"] = dataclasses.replace(case["draft"], num_draft=num_draft)
+    bias = torch.randn(requests, steps + 1, V, generator=random)
+    given = {**case, "target_sampling": sampling, "bias": bias, "rule": rule}
+    wanted = verify(**{**given, "target_logits": rows[row_index]}, impl="reference")
+    given |= {"target_logits": rows, "row_index": row_index.masked_fill(unread, -(2**40))}
+    for impl in IMPLS:
+        same(verify(**given, impl=impl), wanted)
+
+
+def test_a_workspace_may_begin_anywhere() -> None:
+    case = random_case(2, 2, V)
+    case["target_sampling"] = Sampling(torch.ones(2), top_k=torch.tensor([5, 3], dtype=INT))
+    workspace = torch.empty(verify_workspace_size(2, 2, V) + 1)[1:]
+    same(verify(**case, impl="triton", workspace=workspace), verify(**case, impl="reference"))
+
+
+@both
+def test_outputs_of_a_lookup(impl: str) -> None:
+    cache, key = SpeculationCache(8, 4, "cpu", draft_len=K), torch.tensor([1, 2])
+    fits = cache.lookup(key, 0, key, key, key, impl=impl)
+    for name, error in (("hit", DTypeError), ("slot", DTypeError), ("tokens", ShapeError)):
+        its = getattr(fits, name)
+        wrong = its.double() if error is DTypeError else its.t().contiguous().t()
+        with pytest.raises(error, match=f"out.{name}"):
+            cache.lookup(
+                key, 0, key, key, key, out=dataclasses.replace(fits, **{name: wrong}), impl=impl
+            )
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint16, torch.complex64, torch.bool]
+)
+@both
+def test_pages_of_any_dtype_move(dtype: torch.dtype, impl: str) -> None:
+    op = ops()["promote_branch"]
+    pages = op.arguments["kv_pages"]
+    its = pages.to(dtype) if dtype.is_complex else pages.gt(0).to(dtype)
+    moved = op(impl, kv_pages=its).contiguous().view(torch.uint8)
+    as_bytes = its.view(torch.uint8)
+    assert torch.equal(moved, op(kv_pages=as_bytes)) and not torch.equal(moved, as_bytes)
+    with pytest.raises(DTypeError, match="kv_pages"):
+        op(impl, kv_pages=pages.to(torch.complex128))
 
 
 # -- fields that say nothing without another -------------------------------------------------------
@@ -595,6 +717,10 @@ def test_sizes_of_workspaces() -> None:
         lambda: sample_workspace_size(1, 0, 0, 0),
         lambda: sample_workspace_size(-1, 9, 0, 0),
         lambda: sample_workspace_size(1, 9, 200, 0),
+        lambda: outcomes_workspace_size(-1, 1, 9, 4),
+        lambda: outcomes_workspace_size(1, 0, 9, 4),
+        lambda: outcomes_workspace_size(1, 1, 0, 4),
+        lambda: outcomes_workspace_size(1, 1, 9, 2000),
         lambda: tree_attention_workspace(
             torch.empty(1, 1, 1, 16), torch.empty(1, 4, 0, 16), torch.empty(1, 1, dtype=INT)
         ),
