@@ -51,13 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..metrics.plot import check_pictures, write_pictures
-
     check_models(args)
-    pictures = {"timeline": args.timeline, "plot": args.plot}
-    check_pictures(**pictures)
     print(f"loading {args.target}", file=sys.stderr, flush=True)
     from saguaro_runtime import Engine, SamplingParams
+
+    from ..metrics.plot import check_pictures, write_pictures
+
+    pictures = {"timeline": args.timeline, "plot": args.plot}
+    check_pictures(**pictures)
 
     params = SamplingParams(args.max_new_tokens, args.temperature, seed=args.seed)
     with Engine(args.target, args.draft, engine_config(args)) as engine:
