@@ -34,7 +34,7 @@ TUNED = "sm_90"
 KNOWN_SPILLS: dict[str, dict[tuple[str, str], str]] = {
     "3.7": {
         ("predict_outcomes_scan-probability-bf16", "sm_100"): "8 warps spill on sm_80 instead",
-        ("predict_outcomes_scan-auto-bf16-ids", "sm_100"): "8 warps spill on sm_80 instead",
+        ("predict_outcomes_scan-auto-bf16-ids", "sm_100"): "8 warps, for all rankings, likewise",
     },
     "3.6": {
         ("row_scan_kernel-plain-bf16", "sm_100"): "80 of 255 registers, ptxas's choice",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import platform
 import subprocess
 from collections.abc import Sequence
@@ -54,7 +55,7 @@ def _cell(value: Any) -> str:
         return "yes" if value else "NO"
     if isinstance(value, float):
         if 0 < abs(value) < 0.01:
-            return f"{value:.1g}"
+            return f"{value:.{-math.floor(math.log10(abs(value)))}f}"
         return f"{value:.2f}" if value < 100 else f"{value:.0f}"
     return str(value)
 
