@@ -115,16 +115,16 @@ class Saguaro:
             for row, seed in enumerate(self._seeds(len(prompts), generation_config.do_sample))
         ]
         engine = self._engine_for(model, max(map(len, prompts)) + room + self.config.k + 1)
+        requests = engine.scheduler.add_all(list(zip(prompts, params, strict=True)))
         columns = Columns(self.streamer, 0 if pad is None else int(pad))
-        columns.start(input_ids)
         want = generation_config if generation_config.return_dict_in_generate else None
         record = Record(engine, want)
-        requests = engine.scheduler.add_all(list(zip(prompts, params, strict=True)))
         rows = [
             Row(request, ids, stops.criteria, record)
             for request, ids in zip(requests, input_ids, strict=True)
         ]
         try:
+            columns.start(input_ids)
             while not all(row.done for row in rows):
                 engine.step()
                 for row in rows:

@@ -31,9 +31,10 @@ def load_model(
     if path.startswith((".", "/")) and not Path(path).exists():  # a hub would complain of the name
         raise ConfigError(f"model {path!r}: does not exist; want a folder of a transformers model")
     with explained(f"model {path!r}", "want a transformers folder or a hub name"):
-        model, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype or "auto", output_loading_info=True, **options
         )
+    model, found = loaded
     if found["missing_keys"]:  # transformers makes them up, and the text would be nobody's
         names = sorted(found["missing_keys"])
         raise ConfigError(f"model {path!r}: {len(names)} weights are missing, {names[0]!r} first")

@@ -327,6 +327,11 @@ def test_an_interrupted_call_leaves_the_object_usable() -> None:
             generate(batch(), custom_generate=saguaro,
                      stopping_criteria=StoppingCriteriaList([Breaks()]))  # fmt: skip
         assert torch.equal(generate(batch(), custom_generate=saguaro), generate(batch()))
+        kept = saguaro._engine.verifier.model
+        with pytest.raises(ConfigError, match="token ids must lie in"):
+            generate({"input_ids": torch.tensor([[9999, 1]])}, custom_generate=saguaro,
+                     return_dict_in_generate=True, output_logits=True)  # fmt: skip
+        assert saguaro._engine.verifier.model is kept
 
 
 FULL = DynamicCache()
