@@ -20,7 +20,7 @@ from .errors import (
     UnsupportedError,
 )
 from .ngram import ngram_propose
-from .outcomes import Outcomes, allocate_fan_out, predict_outcomes
+from .outcomes import Outcomes, allocate_fan_out, outcomes_workspace_size, predict_outcomes
 from .promotion import promote_branch, promote_pages
 from .residual import Residual, residual
 from .rng import Keys, Stream
@@ -60,6 +60,7 @@ __all__ = [
     "log_prob_reference",
     "ngram_propose",
     "optimal_cache_size",
+    "outcomes_workspace_size",
     "predict_outcomes",
     "promote_branch",
     "promote_pages",

@@ -126,7 +126,7 @@ _register(
     "Tensor temperature, Tensor seed, Tensor base, Tensor? fan_out, Tensor? accept_prob, "
     "Tensor? cutoff, Tensor? bias, Tensor? ids, str ranking, str allocation, str impl, "
     "Tensor(a!) depth, "
-    "Tensor(b!) tokens, Tensor(c!) score) -> ()",
+    "Tensor(b!) tokens, Tensor(c!) score, Tensor(d!)? workspace) -> ()",
     _predict_outcomes,
 )
 

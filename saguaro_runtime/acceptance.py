@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 
+from .chains import Buffers
 from .transfer import CPU
 
 GREEDY, COOL, HOT, PROPOSED = range(4)
@@ -21,37 +22,45 @@ KINDS = 4
 _PRIOR_R = 0.5
 
 
-def kinds(temperature: torch.Tensor, one_hot: torch.Tensor) -> torch.Tensor:
-    """The kind of each row's chain: [B] int64."""
-    kind = torch.where(temperature < 0.5, COOL, HOT).masked_fill(temperature == 0, GREEDY)
-    return kind.masked_fill(one_hot & (temperature > 0), PROPOSED)
-
-
 class AcceptanceModel:
-    """Online logistic regression with weights of their own for each kind of chain."""
+    """Online logistic regression with weights of their own for each kind of chain.
 
-    def __init__(self, draft_len: int, *, rate: float = 0.3, device: torch.device = CPU) -> None:
+    features [B, 3, K] float64: 1, log q and log(1 + H) of each draft.
+    """
+
+    def __init__(
+        self, rows: int, draft_len: int, *, rate: float = 0.3, device: torch.device = CPU
+    ) -> None:
         self.weights = torch.zeros(KINDS, 3 + draft_len, dtype=torch.float64, device=device)
         # The first guess: a token is kept about as often as the draft believes in it.
         self.weights[:, 0], self.weights[:, 1] = 1.0, 0.7
         self._squares = torch.full_like(self.weights, 1.0)
         self._rate = rate
+        self._bounds = torch.tensor([torch.finfo(torch.float32).tiny, 0.5], device=device)
+        self._index = torch.arange(draft_len, device=device)
+        self._buffers = Buffers(rows, device)
+
+    def kinds(self, temperature: torch.Tensor, one_hot: torch.Tensor) -> torch.Tensor:
+        """The kind of each row's chain: [B] int64. Writes one_hot [B]."""
+        kind = self._buffers("kind", torch.int64, len(temperature))
+        torch.bucketize(temperature, self._bounds, right=True, out=kind)
+        return kind.masked_fill_(one_hot.logical_and_(kind), PROPOSED)
 
     def features(self, logq: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-        """logq, entropy [B, W <= K] -> [B, K, 3 + K] float64: 1, log q, log(1 + H), position."""
-        positions = self.weights.shape[1] - 3
-        missing = (0, positions - logq.shape[1])
-        logq = torch.nn.functional.pad(logq.double().clamp(min=-12.0), missing)
-        spread = torch.nn.functional.pad(entropy.double().clamp(min=0.0).log1p(), missing)
-        row = torch.stack((torch.ones_like(logq), logq, spread), dim=-1)
-        position = torch.eye(positions, dtype=row.dtype, device=row.device).expand(
-            len(logq), -1, -1
-        )
-        return torch.cat((row, position), dim=-1)
+        """logq, entropy [B, W <= K] -> [B, 3, K], of any values behind W."""
+        batch, width = logq.shape
+        features = self._buffers("features", torch.float64, batch, 3, len(self._index))
+        features[:, 0].fill_(1.0)
+        features[:, 1, :width].copy_(logq).clamp_(min=-12.0)
+        features[:, 2, :width].copy_(entropy).clamp_(min=0.0).log1p_()
+        return features
 
     def keep(self, features: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
         """c_i of each draft: [B, K]. kind [B] int64."""
-        return (features * self.weights[kind][:, None]).sum(-1).sigmoid()
+        weights = self._buffers.gather("weights", self.weights, kind)[:, None]
+        keep = self._buffers("keep", torch.float64, len(kind), 1, len(self._index))
+        torch.baddbmm(weights[..., 3:], weights[..., :3], features, out=keep)
+        return keep[:, 0].sigmoid_()
 
     def lengths(
         self, features: torch.Tensor, kind: torch.Tensor, num_draft: torch.Tensor
@@ -59,12 +68,15 @@ class AcceptanceModel:
         """P(k) for k = 0..K: [B, K + 1] float32, 0 beyond num_draft."""
         keep = self.keep(features, kind)
         batch, width = keep.shape
-        index = torch.arange(width + 1, device=keep.device)
-        reached = torch.cat((keep.new_ones(batch, 1), keep.cumprod(-1)), dim=-1)
-        stops = torch.cat((1 - keep, keep.new_ones(batch, 1)), dim=-1)
-        last = index == num_draft[:, None]
-        law = reached * torch.where(last, 1.0, stops)
-        return law.masked_fill(index > num_draft[:, None], 0.0).float()
+        # No draft is kept behind the last one; P(k) = P(reach k) - P(reach k + 1).
+        none = self._buffers("none", torch.bool, batch, width)
+        torch.ge(self._index, num_draft[:, None], out=none)
+        reach = self._buffers("reach", torch.float64, batch, width + 2)
+        reach[:, 0].fill_(1.0)
+        reach[:, -1].fill_(0.0)
+        torch.cumprod(keep.masked_fill_(none, 0.0), 1, out=reach[:, 1:-1])
+        law = self._buffers("law", torch.float32, batch, width + 1)
+        return torch.sub(reach[:, :-1], reach[:, 1:], out=law)
 
     def learn(
         self,
@@ -75,13 +87,13 @@ class AcceptanceModel:
         known: torch.Tensor,
     ) -> None:
         """Take a round's outcomes: accepted [B] of num_draft [B] drafts, where `known` [B]."""
-        index = torch.arange(features.shape[1], device=features.device)
-        error = (index < accepted[:, None]).double() - self.keep(features, kind)
-        seen = (index <= accepted[:, None]) & (index < num_draft[:, None]) & known[:, None]
-        slope = ((error * seen)[..., None] * features).sum(1)
+        error = self.keep(features, kind).neg_().add_(self._index < accepted[:, None])
+        judged = torch.minimum(accepted + 1, num_draft) * known
+        error.masked_fill_(self._index >= judged[:, None], 0.0)
+        slope = torch.cat(((features * error[:, None]).sum(-1), error), dim=-1)
         step = torch.zeros_like(self.weights).index_add_(0, kind, slope)
-        self._squares += step**2
-        self.weights += self._rate * step / self._squares.sqrt()
+        self._squares.addcmul_(step, step)
+        self.weights.addcdiv_(step, self._squares.sqrt(), value=self._rate)
 
 
 class OutcomeStatistics:

@@ -7,11 +7,11 @@ import torch
 from saguaro_kernels import PAD
 from saguaro_kernels.cache import SpeculationCache
 
-from .chains import ChainStore, allocate_on
+from .chains import Buffers, ChainStore, allocate_on
 from .drafting import Drafter
 from .expectations import Predictor
 from .round import Turn
-from .transfer import Mailbox
+from .transfer import CPU, Mailbox
 
 
 class Branches:
@@ -40,6 +40,8 @@ class Branches:
         """The round whose outcomes a row's branches answer."""
         self._shape = (drafter.draft_len, count)
         self._generation = torch.zeros(1, dtype=torch.int64)
+        self._slots = torch.arange(rows * count, dtype=torch.int32).view(rows, count)
+        self._keys = Buffers(rows, CPU)
 
     def forget(self, row: int) -> None:
         """What was drafted for the row's last request is nothing to the next."""
@@ -104,27 +106,29 @@ class Branches:
         """Draft ahead for the chains of the turn, step by step and without waiting for a value.
         `on_host`: the same turn, there."""
         drafter, rows, decision = self.drafter, turn.rows, turn.decision
-        draft_len, branches = decision.draft_len, decision.branches
-        trunk_len = (turn.base - 1).to(torch.int32)
+        draft_len, branches, buffers = decision.draft_len, decision.branches, drafter.buffers
+        trunk_len = torch.sub(turn.base, 1, out=buffers("trunk", torch.int32, len(rows)))
         with drafter.timeline.span("predict", len(rows)):
             depth, extra = self.predictor.predict(turn, drafter)
         if not drafter.on_host:
             self._outcomes.post(depth, extra)
             self._unfiled = on_host
-        each = rows.repeat_interleave(branches, output_size=depth.numel())
-        bases = (turn.base[:, None] + depth + 1).flatten()
-        tokens = extra.clamp(min=0)  # unused branches
+        each = rows[:, None].expand_as(depth)
+        bases = buffers("bases", torch.int64, *depth.shape)
+        torch.add(turn.base[:, None], depth, out=bases).add_(1)
+        draws = drafter.prepare(each, bases, decision)
+        tokens = buffers("extra", torch.int64, *extra.shape)
+        torch.clamp(extra, min=0, out=tokens)  # unused branches
         for step in range(draft_len):
             with drafter.timeline.span("tree_step", depth.numel()):
                 logits = drafter.model.decode_tree(rows, tokens, trunk_len, depth, draft_len, step)
                 logits = logits[..., : drafter.vocab_size]
             self.store.logits[rows, :branches, step] = logits
             with drafter.timeline.span("sample", depth.numel()):
-                sample = drafter.sample(logits.flatten(0, 1), each, bases, step, decision)
-            self.store.put((rows, slice(0, branches)), step, sample)
-            tokens = sample.tokens.view_as(tokens)
-        self.store.num_draft[rows] = draft_len
-        self.store.downweight[rows] = decision.downweight
+                where = rows, slice(0, branches)
+                tokens = drafter.draw(draws, logits, step, self.store, where)
+        self.store.num_draft.index_fill_(0, rows, draft_len)
+        self.store.downweight.index_fill_(0, rows, decision.downweight)
         self._base[rows] = turn.base
         self._shape = (draft_len, branches)
         if drafter.on_host:
@@ -133,14 +137,13 @@ class Branches:
     def _file(self, turn: Turn, depth: torch.Tensor, extra: torch.Tensor) -> None:
         """Enter the branches in the cache by the outcome they answer; slot = row * count + i."""
         self._generation.fill_(turn.number)
-        slot = turn.rows[:, None] * self.count + torch.arange(depth.shape[1])
-        spread = lambda value: value[:, None].expand_as(depth).flatten()  # noqa: E731
+        shape = depth.shape
         self.cache.insert(
-            spread(turn.uid),
+            self._keys("uid", torch.int64, *shape).copy_(turn.uid[:, None]).flatten(),
             self._generation,
-            spread(turn.base),
+            self._keys("base", torch.int64, *shape).copy_(turn.base[:, None]).flatten(),
             depth.flatten(),
             extra.flatten(),
-            slot.flatten().to(torch.int32),
+            self._keys.gather("slot", self._slots[:, : shape[1]], turn.rows).flatten(),
             impl=self._impl,
         )

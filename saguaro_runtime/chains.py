@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from saguaro_kernels import PAD, Sampling
+from saguaro_kernels import PAD, Sample, Sampling
 from saguaro_kernels.verification import Draft
 
 
@@ -29,6 +30,54 @@ def allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 def allocate_on(device: torch.device) -> Allocate:
     """Zeros on `device`."""
     return lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=device)
+
+
+class Buffers:
+    """Memory for what every round makes anew, by name; made for all `rows` at once, and kept.
+
+    What a name was asked for is good until it is asked for again.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self._rows, self._device = rows, device
+        self._held: dict[str, torch.Tensor] = {}
+        self._views: dict[tuple[str | int, ...], torch.Tensor] = {}
+
+    def __call__(self, name: str, dtype: torch.dtype, batch: int, *shape: int) -> torch.Tensor:
+        """[batch, ...], contiguous; zeros at first, then what was left there."""
+        key: tuple[str | int, ...] = (name, batch, *shape)
+        view = self._views.get(key)
+        if view is None:
+            size, held = math.prod(shape), self._held.get(name)
+            if held is None or held.numel() < self._rows * size:
+                held = torch.zeros(self._rows * size, dtype=dtype, device=self._device)
+                self._held[name] = held
+                self._views.clear()  # which frees what it was too small for
+            view = held[: batch * size].view(batch, *shape)
+            self._views[key] = view
+        return view
+
+    def gather(self, name: str, source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """source[rows], in the buffer of `name`."""
+        out = self(name, source.dtype, len(rows), *source.shape[1:])
+        return torch.index_select(source, 0, rows, out=out)
+
+
+class Drafts:
+    """Room for one draft of each of some chains, [*shape], as they are drawn and stored."""
+
+    def __init__(self, buffers: Buffers, *shape: int) -> None:
+        store = ChainStore
+        self.scalars = buffers("scalars", torch.float32, *shape, len(store.SCALARS))
+        self.scalars = self.scalars.view(-1, *shape)
+        self.ids = buffers("ids", torch.int64, *shape, len(store.IDS)).view(-1, *shape)
+        scalars, ids = self.scalars.flatten(1), self.ids.flatten(1)
+        self.sample = Sample(
+            **dict(zip((*store.SCALARS, *store.IDS), (*scalars, *ids), strict=True)),
+            top_ids=ids.T[:, :0],
+            top_logits=scalars.T[:, :0],
+            status=buffers("status", torch.int32, *shape).flatten(),
+        )
 
 
 class ChainStore:
@@ -72,23 +121,25 @@ class ChainStore:
         self.one_hot = allocate(leading, torch.bool)
         logit_rows = draft_len + 1 if logit_rows is None else logit_rows
         self.logits = allocate((*leading, logit_rows, vocab_size), dtype)
+        self.buffers = Buffers(leading[0], self.logits.device)
 
-    def put(self, index: tuple[Any, ...], offset: int, sample: object) -> None:
-        """Store a Sample as the draft at `offset` of the chains at `index`: rows, or rows and a
-        slice of their branches."""
-        shape, where = (len(index[0]), -1)[: len(index)], (slice(None), *index)
-        for names, fields in ((self.SCALARS, self._scalars), (self.IDS, self._ids)):
-            new = torch.stack([getattr(sample, name) for name in names])
-            fields[..., offset][where] = new.view(len(names), *shape)
+    def put(self, index: tuple[Any, ...], offset: int, drafts: Drafts) -> None:
+        """Store drafts at `offset` of the chains at `index`: rows, or rows and a slice of their
+        branches."""
+        where = (slice(None), *index)
+        self._scalars[..., offset][where] = drafts.scalars
+        self._ids[..., offset][where] = drafts.ids
 
     def take(self, rows: torch.Tensor, other: ChainStore, index: tuple[torch.Tensor, ...]) -> None:
-        """Copy the chains of `other` at `index` to `rows`."""
+        """Copy the branches of `other` at `index`, rows and branches, to `rows`."""
         where: Any = (slice(None), *index)
         self._scalars[:, rows] = other._scalars[where]
         self._ids[:, rows] = other._ids[where]
         for name in self.WHOLE:
             getattr(self, name)[rows] = getattr(other, name)[index]
-        self.logits[rows, : other.logits.shape[-2]] = other.logits[index]
+        flat = index[0] * other.logits.shape[1] + index[1]
+        logits = self.buffers.gather("logits", other.logits.flatten(0, 1), flat)
+        self.logits[rows, : logits.shape[1]] = logits
 
     def is_legal(self, rows: torch.Tensor, most: torch.Tensor) -> bool:
         """Whether the chains of `rows` have lengths up to `most` [B] and ids of the vocabulary."""

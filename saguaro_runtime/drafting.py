@@ -6,17 +6,26 @@ reads a value back, except where keys of undrafted rounds are made up for.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 
-from saguaro_kernels import Sample, Stream, saguaro_sample
+from saguaro_kernels import Stream, saguaro_sample, sample_workspace_size
 from saguaro_kernels._launch import Impl
 
-from .chains import Allocate, ChainStore, vocab_map_of
+from .chains import Allocate, Buffers, ChainStore, Drafts, vocab_map_of
 from .history import History
 from .metrics import Timeline
 from .models.protocol import Model
 from .round import Admission, Decision, RowTable, Turn
 from .transfer import send
+
+
+class Draws(NamedTuple):
+    """Draws of some rows: where their drafts are written, and what `saguaro_sample` is told."""
+
+    drafts: Drafts
+    options: dict[str, Any]
 
 
 class Drafter:
@@ -59,7 +68,8 @@ class Drafter:
         self.last_id = (model.vocab_size if self.ids is None else target_vocab) - 1
         self.fed = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self.behind = False
-        self.broken = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.broken = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.buffers = Buffers(rows, self.device)
         self._taken: dict[int, int] = {}
         """Tokens whose keys each row had when its text was taken in last."""
         self._held: set[int] = set()
@@ -90,7 +100,7 @@ class Drafter:
 
     def commit(self, turn: Turn) -> None:
         """Take what the last round committed; the keys behind it are of refused drafts."""
-        self.history.commit(turn, self.chain)
+        self.history.commit(turn)
         self.fed[turn.rows] = torch.minimum(self.fed[turn.rows], turn.base - 1)
 
     def redraft(self, turn: Turn, length: torch.Tensor) -> None:
@@ -109,10 +119,10 @@ class Drafter:
             where, its, base = send(self.device, going, turn.rows[going], turn.base[going])
             with self.timeline.span("draft_step", len(its)):
                 logits = self.feed(its, tokens[where, None], base - 1 + step)[:, 0]
-                sample = self.sample(logits, its, base, step, turn.decision)
-            self.chain.put((its,), step, sample)
+                draws = self.prepare(its, base, turn.decision)
+                drawn = self.draw(draws, logits, step, self.chain, (its,))
             self.chain.logits[its, step] = logits
-            tokens = tokens.index_copy(0, where, sample.tokens)
+            tokens = tokens.index_copy(0, where, drawn)
         self.history.add_chain(rows, there.base, self.chain)
         fed = there.base - 1 + self.chain.num_draft[rows]
         self.fed[rows] = torch.maximum(self.fed[rows], fed)
@@ -132,14 +142,15 @@ class Drafter:
 
         Left until the chain is on its way: nobody waits for it, and of all branches one needs it.
         """
-        chain, rows = self.chain, turn.rows
-        count = chain.num_draft[rows].to(torch.int64)
-        drafted = chain.tokens[rows].gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
-        tokens = torch.where(count > 0, drafted, turn.last)
+        chain, rows, buffers = self.chain, turn.rows, self.buffers
+        count = buffers.gather("count", chain.num_draft, rows)
+        end = torch.add(turn.base, count, out=buffers("end", torch.int64, len(rows)))
+        last = torch.sub(end, 1, out=buffers("last", torch.int64, len(rows)))
         with self.timeline.span("feed_last", len(rows)):
-            logits = self.feed(rows, tokens[:, None], turn.base - 1 + count)[:, 0]
-        chain.logits[rows, count] = logits
-        self.fed[rows] = turn.base + count
+            logits = self.feed(rows, self.history.at(rows, last)[:, None], last)[:, 0]
+        self.fed[rows] = end
+        behind = torch.add(count, rows, alpha=chain.logits.shape[1], out=end)
+        chain.logits.flatten(0, 1).index_copy_(0, behind, logits)
 
     def feed_chains(self, turn: Turn) -> None:
         """Feed what is left of chains that nobody drew, for their keys and the row behind each
@@ -186,33 +197,49 @@ class Drafter:
 
     def feed(self, rows: torch.Tensor, tokens: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
         """Feed tokens [B, N] at positions start [B] + 0..N-1; their logits [B, N, V]."""
-        tokens = tokens.clamp(max=self.last_id)
-        return self.model.extend(rows, tokens, start.to(torch.int32))[..., : self.vocab_size]
+        ids = self.buffers("tokens", torch.int64, *tokens.shape)
+        torch.clamp(tokens, max=self.last_id, out=ids)
+        start = self.buffers("start", torch.int32, len(rows)).copy_(start)
+        return self.model.extend(rows, ids, start)[..., : self.vocab_size]
 
-    def sample(
-        self,
-        logits: torch.Tensor,
-        rows: torch.Tensor,
-        base: torch.Tensor,
-        offset: int,
-        decision: Decision,
-    ) -> Sample:
-        """Draw the drafts at `offset` of rounds of `base` [B] from logits [B, V]."""
-        scaled = decision.downweight < 1
-        sample = saguaro_sample(
-            logits,
-            self.table.sampling(rows),
-            self.table.keys(rows, base),
-            offset=offset,
-            stream=self.stream,
-            scheme="downweight" if scaled else "plain",
-            scale_f=decision.scale_f if scaled else 0,
-            downweight=torch.full(rows.shape, decision.downweight, device=rows.device)
-            if scaled
-            else None,
-            ids=self.ids,
-            impl=self.impl,
+    def prepare(self, rows: torch.Tensor, base: torch.Tensor, decision: Decision) -> Draws:
+        """What the draws of `rows` in the rounds of `base`, both [..], have in common."""
+        buffers, shape, factor = self.buffers, rows.shape, decision.downweight
+        drafts = Drafts(buffers, *shape)
+        options: dict[str, Any] = {"scheme": "plain", "scale_f": 0}
+        if factor < 1:
+            options = {"scheme": "downweight", "scale_f": decision.scale_f}
+            each = buffers("downweight", torch.float32, *shape).fill_(factor)
+            options["downweight"] = each.flatten()
+        size = sample_workspace_size(1, self.vocab_size, 0, options["scale_f"])
+        return Draws(
+            drafts,
+            {
+                "sampling": self.table.sampling(rows),
+                "keys": self.table.keys(rows, base),
+                "stream": self.stream,
+                "ids": self.ids,
+                "impl": self.impl,
+                "out": drafts.sample,
+                "workspace": buffers("workspace", torch.int64, *shape, size).flatten(),
+                **options,
+            },
         )
+
+    def draw(
+        self,
+        draws: Draws,
+        logits: torch.Tensor,
+        offset: int,
+        store: ChainStore,
+        index: tuple[Any, ...],
+    ) -> torch.Tensor:
+        """Draw the drafts at `offset` of the chains of `store` at `index` from their logits
+        [.., V]. Their tokens [..] are good until the next draw."""
+        drafts = draws.drafts
+        saguaro_sample(logits.flatten(0, -2), offset=offset, **draws.options)
         if self.on_host:
-            self.broken += sample.status.count_nonzero()
-        return sample
+            count = self.buffers("broken", torch.int64, 1)
+            self.broken += torch.sum(drafts.sample.status.sign_(), 0, keepdim=True, out=count)
+        store.put(index, offset, drafts)
+        return drafts.ids[0]

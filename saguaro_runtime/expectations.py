@@ -7,11 +7,16 @@ from typing import Any
 import torch
 
 from saguaro_kernels import PAD, Impl
-from saguaro_kernels.distribution.reference import exp_reference
-from saguaro_kernels.outcomes import allocate_fan_out, predict_outcomes
+from saguaro_kernels.distribution.reference import log_tiny
+from saguaro_kernels.outcomes import (
+    Outcomes,
+    allocate_fan_out,
+    outcomes_workspace_size,
+    predict_outcomes,
+)
 
-from .acceptance import AcceptanceModel, OutcomeStatistics, kinds
-from .chains import ChainStore
+from .acceptance import AcceptanceModel, OutcomeStatistics
+from .chains import Buffers, ChainStore
 from .drafting import Drafter
 from .round import Turn
 from .transfer import CPU
@@ -28,74 +33,101 @@ class Predictor:
     ) -> None:
         self.allocation = allocation
         self.depth = torch.full((rows, count), PAD, dtype=torch.int32, device=device)
-        self.acceptance = AcceptanceModel(draft_len, device=device)
+        self.acceptance = AcceptanceModel(rows, draft_len, device=device)
         self.statistics = OutcomeStatistics(draft_len, device=device)
-        zeros = torch.zeros(2, rows, draft_len, device=device)
-        self._features = self.acceptance.features(*zeros)
+        self._features = torch.zeros(rows, 3, draft_len, dtype=torch.float64, device=device)
         self._kind = torch.zeros(rows, dtype=torch.int64, device=device)
         self._known = torch.zeros(rows, dtype=torch.bool, device=device)
+        self._buffers = Buffers(rows, device)
 
     def predict(self, turn: Turn, drafter: Drafter) -> tuple[torch.Tensor, torch.Tensor]:
         """The outcomes to prepare for the drafter's chains: accepted length and extra token,
-        [B, M] each."""
+        [B, M] each; good until the next call."""
         rows, branches = turn.rows, turn.decision.branches
         chain, table, width = drafter.chain, drafter.table, turn.decision.draft_len
-        logits, drafted = chain.logits[rows, : width + 1], chain.tokens[rows, :width]
-        num_draft, temperature = chain.num_draft[rows], table.temperature[rows]
-        kind = kinds(temperature, chain.one_hot[rows])
-        self._kind[rows], self._known[rows] = kind, True
+        buffers, batch = self._buffers, len(rows)
+        logits = chain.buffers.gather("logits", chain.logits, rows)[:, : width + 1]
+        drafted = buffers.gather("drafted", chain.tokens[:, :width], rows)
+        num_draft = buffers.gather("num_draft", chain.num_draft, rows)
+        sampling = table.sampling(rows)
+        share: dict[str, Any] = {"allocation": "uniform"}
+        if self.allocation != "uniform":
+            one_hot = buffers.gather("one_hot", chain.one_hot, rows)
+            kind = self.acceptance.kinds(sampling.temperature, one_hot)
+            self._kind[rows] = kind
+            self._known.index_fill_(0, rows, True)
         if self.allocation == "best":
-            columns = drafted if chain.vocab_map is None else chain.vocab_map[drafted].long()
-            known = columns.clamp(0, drafter.vocab_size - 1)
-            features = self._describe(logits[:, :-1], known, temperature)
+            columns = drafted
+            if chain.vocab_map is not None:
+                columns = buffers("mapped", torch.int32, batch, width)
+                torch.take(chain.vocab_map, drafted, out=columns)
+            known = buffers("known", torch.int64, batch, width).copy_(columns)
+            known.clamp_(0, drafter.vocab_size - 1)
+            features = self._describe(logits[:, :-1], known, sampling.temperature)
             self._features[rows] = features
             law = self.acceptance.lengths(features, kind, num_draft)
-            share: dict[str, Any] = {"accept_prob": law[:, : width + 1]}
+            share = {"accept_prob": law[:, : width + 1]}
         elif self.allocation == "histogram":
             share = {"fan_out": self._fan_out(kind, width, branches, drafter.impl)}
-        else:
-            share = {"allocation": "uniform"}
+        size = outcomes_workspace_size(batch, width + 1, logits.shape[-1], branches)
         outcomes = predict_outcomes(
             logits,
             drafted,
             num_draft,
-            table.sampling(rows),
+            sampling,
             table.keys(rows, turn.base),
             branches=branches,
             ids=drafter.ids,
             ranking=turn.decision.ranking,  # type: ignore[arg-type]
             impl=drafter.impl,
+            out=Outcomes(
+                buffers("depth", torch.int32, batch, branches),
+                buffers("extra", torch.int64, batch, branches),
+                buffers("score", torch.float32, batch, branches),
+            ),
+            workspace=buffers("workspace", torch.int64, batch, size // batch).flatten(),
             **share,
         )
-        self.depth[rows] = PAD
+        self.depth.index_fill_(0, rows, PAD)
         self.depth[rows, :branches] = outcomes.depth
         return outcomes.depth, outcomes.tokens
 
     def learn(self, turn: Turn, chain: ChainStore, branch: torch.Tensor) -> None:
         """Take the outcomes of the turn's rows, which `chain` had; branch [B]: the one that hit,
         PAD where none did."""
-        rows = turn.rows
-        known = self._known[rows] & (turn.accepted >= 0)
-        self._known[rows] = False
+        if self.allocation == "uniform":
+            return
+        rows, accepted = turn.rows, turn.accepted
+        known = self._known[rows] & (accepted >= 0)
+        self._known.index_fill_(0, rows, False)
         kind, num_draft = self._kind[rows], chain.num_draft[rows]
         if self.allocation == "best":
-            self.acceptance.learn(self._features[rows], kind, num_draft, turn.accepted, known)
-        same = self.depth[rows] == turn.accepted[:, None]
+            self.acceptance.learn(self._features[rows], kind, num_draft, accepted, known)
+            return
+        same = self.depth[rows] == accepted[:, None]
         before = same & (torch.arange(same.shape[1], device=same.device) < branch[:, None])
         rank = torch.where(branch >= 0, before.sum(1), same.sum(1))
-        self.statistics.learn(kind, turn.accepted, rank, same.sum(1), known & (num_draft > 0))
+        self.statistics.learn(kind, accepted, rank, same.sum(1), known & (num_draft > 0))
 
     def _describe(
         self, logits: torch.Tensor, drafted: torch.Tensor, temperature: torch.Tensor
     ) -> torch.Tensor:
         """What the estimate of each draft's acceptance goes by. logits [B, K, V]."""
-        scale = torch.where(temperature == 0, 1.0, temperature)[:, None, None]
-        log_prob = (logits.float() / scale).log_softmax(-1)
-        logq = log_prob.gather(-1, drafted[..., None])[..., 0]
-        # A zero probability adds nothing to the entropy, and a broken row must not spoil the
-        # weights.
-        entropy = -(exp_reference(log_prob) * log_prob).nan_to_num(0.0).sum(-1)
-        return self.acceptance.features(logq.nan_to_num(-12.0), entropy)
+        buffers, shape = self._buffers, logits.shape
+        greedy = torch.eq(temperature, 0, out=buffers("greedy", torch.bool, len(logits)))
+        scale = torch.add(temperature, greedy, out=buffers("scale", torch.float32, len(logits)))
+        scaled = buffers("scaled", torch.float32, *shape)
+        torch.div(logits, scale[:, None, None], out=scaled)
+        log_prob = buffers("log_prob", torch.float32, *shape)
+        torch.log_softmax(scaled, -1, out=log_prob)
+        logq = buffers("logq", torch.float32, *shape[:2])
+        torch.gather(log_prob, -1, drafted[..., None], out=logq[..., None])
+        # What is less likely than numbers are small adds nothing to the entropy, and a broken row
+        # must not spoil the weights.
+        log_prob.clamp_(min=log_tiny(torch.float32))
+        torch.exp(log_prob, out=scaled).mul_(log_prob)
+        entropy = torch.sum(scaled, -1, out=buffers("entropy", torch.float32, *shape[:2])).neg_()
+        return self.acceptance.features(logq.nan_to_num_(-12.0), entropy.nan_to_num_(0.0))
 
     def _fan_out(self, kind: torch.Tensor, width: int, branches: int, impl: Impl) -> torch.Tensor:
         lengths, exponent = self.statistics.lengths, self.statistics.exponent()

@@ -7,7 +7,7 @@ import torch
 from saguaro_kernels import Impl
 from saguaro_kernels.ngram import ngram_propose
 
-from .chains import ChainStore
+from .chains import Buffers, ChainStore
 from .round import Turn
 from .transfer import CPU, send
 
@@ -20,6 +20,7 @@ class History:
         self.length = torch.zeros(rows, dtype=torch.int64, device=device)
         """[rows] int64: committed tokens."""
         self._steps = torch.arange(draft_len + 1, device=device)
+        self._buffers = Buffers(rows, device)
 
     def admit(self, row: int, prompt: list[int], slots: int) -> None:
         """Start a row with its prompt; it may grow to `slots` tokens."""
@@ -29,21 +30,13 @@ class History:
         self.tokens[row, : len(prompt)] = send(self.tokens.device, torch.tensor(prompt))[0]
         self.length[row] = len(prompt)
 
-    def commit(self, turn: Turn, chain: ChainStore) -> None:
-        """Take what the last round committed: the accepted drafts of `chain` and one token more.
+    def commit(self, turn: Turn) -> None:
+        """Take what the last round committed: accepted drafts, which stand there, and one token.
 
         A row that has sat the round out brings the same outcome again, which changes nothing.
         """
-        rows, accepted = turn.rows, turn.accepted.clamp(min=0).to(torch.int64)
-        grown = (turn.base > self.length[rows])[:, None]
-        drafts = torch.nn.functional.pad(chain.tokens[rows], (0, 1))
-        values = torch.where(self._steps < accepted[:, None], drafts, turn.last[:, None])
-        # What lies behind the last token is written there as well: equal values, any order.
-        start = (turn.base - 1 - accepted)[:, None]
-        where = torch.minimum(start + self._steps, turn.base[:, None] - 1).clamp(min=0)
-        old = self.tokens[rows[:, None], where]
-        self.tokens[rows[:, None], where] = torch.where(grown, values, old)
-        self.length[rows] = turn.base
+        self.tokens[turn.rows, turn.base - 1] = turn.last
+        self.length[turn.rows] = turn.base
 
     def add_chain(self, rows: torch.Tensor, base: torch.Tensor, chain: ChainStore) -> None:
         """Put the chains of `rows` behind their texts of `base` tokens."""
@@ -57,6 +50,12 @@ class History:
         """What followed the last tokens earlier in the text: [B, count] tokens, [B] how many."""
         # One token alone repeats everywhere and says little of what follows.
         return ngram_propose(self.tokens[rows], base, num_tokens=count, max_n=4, min_n=2, impl=impl)
+
+    def at(self, rows: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """[B] the token of each row at its position [B]."""
+        where = self._buffers("where", torch.int64, len(rows))
+        torch.add(position, rows, alpha=self.tokens.shape[1], out=where)
+        return torch.take(self.tokens, where, out=self._buffers("at", torch.int64, len(rows)))
 
     def columns(self, rows: torch.Tensor, start: torch.Tensor, count: int) -> torch.Tensor:
         """[B, count] tokens at positions start [B] + 0..count-1."""

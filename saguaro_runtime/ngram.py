@@ -52,10 +52,11 @@ class NgramDrafter:
         turn = turn.on(self.device)
         rows, chain = turn.rows, self.chain
         with self.timeline.span("draft_step"):
-            self.history.commit(turn, chain)
+            self.history.commit(turn)
             tokens, count = self.history.propose(rows, turn.base, self.draft_len, impl=self.impl)
             chain.tokens[rows] = tokens.clamp(min=0)
             chain.num_draft[rows] = torch.minimum(count, turn.budget)
+            self.history.add_chain(rows, turn.base, chain)
         return Reply(prepared, ~prepared)
 
     def spans(self) -> list[Span]:

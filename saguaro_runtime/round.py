@@ -10,8 +10,9 @@ import torch
 
 from saguaro_kernels import Keys, Sampling
 
+from .chains import Buffers
 from .params import SamplingParams
-from .transfer import send
+from .transfer import CPU, send
 
 
 @dataclass(frozen=True)
@@ -130,14 +131,15 @@ class Reply(NamedTuple):
 
 class RowTable:
     """Seeds and sampling parameters of all rows, as tensors; which filters are in use is known to
-    the host, so that reading them waits for nothing."""
+    the host, so that reading them waits for nothing. What was read is good until the next time."""
 
-    def __init__(self, rows: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, rows: int, device: torch.device = CPU) -> None:
         self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
         self.temperature = torch.zeros(rows, device=device)
         self.top_k = torch.zeros(rows, dtype=torch.int32, device=device)
         self.top_p = torch.ones(rows, device=device)
         self.min_p = torch.zeros(rows, device=device)
+        self._buffers = Buffers(rows, device)
         self._filters: dict[int, tuple[bool, bool, bool]] = {}
         self._used = [False] * 3
         self._greedy: set[int] = set()
@@ -166,10 +168,16 @@ class RowTable:
         return not self._greedy.issuperset(rows)
 
     def sampling(self, rows: torch.Tensor) -> Sampling:
-        """Sampling of `rows`; a filter that no request uses is None, which is the cheaper path."""
-        columns = (self.top_k, self.top_p, self.min_p)
-        filters = (its[rows] if on else None for its, on in zip(columns, self._used, strict=True))
-        return Sampling(self.temperature[rows], *filters)
+        """Sampling of `rows` of any shape, as one dimension; a filter that no request uses is None,
+        which is the cheaper path."""
+        filters = zip(("top_k", "top_p", "min_p"), self._used, strict=True)
+        used = (self._read(name, rows) if on else None for name, on in filters)
+        return Sampling(self._read("temperature", rows), *used)
 
     def keys(self, rows: torch.Tensor, base: torch.Tensor) -> Keys:
-        return Keys(self.seed[rows], base)
+        return Keys(self._read("seed", rows), base.flatten())
+
+    def _read(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        column: torch.Tensor = getattr(self, name)
+        out = self._buffers(name, column.dtype, *rows.shape)
+        return torch.take(column, rows, out=out).flatten()

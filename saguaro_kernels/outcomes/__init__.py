@@ -26,13 +26,20 @@ from .._launch import (
     check_out,
     check_sizes,
     check_tensor,
+    check_workspace,
     resolve_impl,
 )
 from ..distribution import Sampling
 from ..errors import ConfigError, ShapeError
 from ..rng import Keys
 from .fan_out import allocate_fan_out, allocate_fan_out_reference
-from .launch import RANKINGS, OutcomesConfig, _predict_outcomes_launch, compile_cases
+from .launch import (
+    RANKINGS,
+    OutcomesConfig,
+    _predict_outcomes_launch,
+    compile_cases,
+    outcomes_workspace_size,
+)
 from .reference import (
     NOISE_FROM_TEMPERATURE,
     Allocation,
@@ -51,6 +58,7 @@ __all__ = [
     "allocate_fan_out",
     "allocate_fan_out_reference",
     "compile_cases",
+    "outcomes_workspace_size",
     "predict_outcomes",
     "predict_outcomes_reference",
 ]
@@ -72,6 +80,7 @@ def predict_outcomes(
     ranking: Ranking = "auto",
     allocation: Allocation = "auto",
     out: Outcomes | None = None,
+    workspace: torch.Tensor | None = None,
     impl: Impl = "auto",
 ) -> Outcomes:
     """Return M distinct outcomes per request, by depth and within a depth the best first.
@@ -101,7 +110,8 @@ def predict_outcomes(
             k = 0..num_draft, what is left over one each to the largest k; "auto": fan_out if
             given, else best if accept_prob is given, else uniform.
             What fan_out and accept_prob say of k > num_draft counts for k = num_draft.
-        out: Outcomes of contiguous tensors, overwritten and returned.
+        out: Outcomes of contiguous tensors, overwritten and returned. workspace: int64,
+            `outcomes_workspace_size`. Default: new.
     Returns:
         Outcomes(depth, tokens, score), [B, M] each.
     Raises:
@@ -119,7 +129,7 @@ def predict_outcomes(
         raise ConfigError(f"allocation: got {allocation!r}, want 'auto', 'best' or 'uniform'")
     if fan_out is not None and allocation != "auto":
         raise ConfigError(f"allocation: got {allocation!r} and a fan_out; drop one of them")
-    batch, rows, _ = draft_logits.shape
+    batch, rows, vocab = draft_logits.shape
     device = draft_logits.device
     if fan_out is not None:
         shape = (batch, rows) if fan_out.dim() == 2 else (rows,)
@@ -153,26 +163,29 @@ def predict_outcomes(
             ("score", torch.float32),
         ):
             check_out(f"out.{name}", getattr(out, name), (batch, branches), dtype, device)
+    if workspace is not None:
+        size = outcomes_workspace_size(batch, rows, vocab, branches)
+        check_workspace(workspace, size, torch.int64, device)
     call(
         "predict_outcomes",
         draft_logits, draft_tokens.contiguous(), num_draft.contiguous(),
         sampling.temperature.contiguous(), keys.seed.contiguous(), keys.base.contiguous(),
         fan_out, *(None if v is None else v.contiguous() for v in (accept_prob, cutoff)), bias,
         ids, ranking, resolve_allocation(allocation, fan_out, accept_prob),
-        resolve_impl(impl, device), out.depth, out.tokens, out.score,
+        resolve_impl(impl, device), out.depth, out.tokens, out.score, workspace,
     )  # fmt: skip
     return out
 
 
 def _predict_outcomes(
     draft_logits, draft_tokens, num_draft, temperature, seed, base, fan_out, accept_prob, cutoff,
-    bias, ids, ranking, allocation, impl, depth, tokens, score,
+    bias, ids, ranking, allocation, impl, depth, tokens, score, workspace,
 ) -> None:  # fmt: skip
     if impl == "triton":
         _predict_outcomes_launch(
             draft_logits, draft_tokens, num_draft, temperature, Keys(seed, base), fan_out,
             accept_prob, cutoff, bias, ids, Outcomes(depth, tokens, score),
-            ranking=ranking, best=allocation == "best",
+            ranking=ranking, best=allocation == "best", workspace=workspace,
         )  # fmt: skip
         return
     found = predict_outcomes_reference(

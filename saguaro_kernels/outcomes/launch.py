@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import triton
 
-from .._launch import on_device
+from .._launch import check_int, on_device
 from ..rng import Keys
 from .fan_out import _allocate_fan_out_kernel
 from .kernels import _predict_outcomes_scan_kernel, _predict_outcomes_select_kernel
@@ -45,6 +45,16 @@ def outcomes_config(batch: int, rows: int, vocab: int, branches: int) -> Outcome
     return OutcomesConfig(width, block_v, max(1, min(most, wanted, triton.cdiv(vocab, block_v))))
 
 
+def outcomes_workspace_size(batch: int, rows: int, vocab: int, branches: int) -> int:
+    """int64 elements that `predict_outcomes` needs for draft_logits [batch, rows, vocab]."""
+    check_int("batch", batch, 0)
+    check_int("rows", rows, 1)
+    check_int("vocab", vocab, 1)
+    check_int("branches", branches, 0, 1024)
+    config = outcomes_config(batch, rows, vocab, branches)
+    return batch * rows * config.splits * (config.width + 1)
+
+
 def _predict_outcomes_launch(
     draft_logits: torch.Tensor,
     draft_tokens: torch.Tensor,
@@ -60,6 +70,7 @@ def _predict_outcomes_launch(
     *,
     ranking: str,
     best: bool,
+    workspace: torch.Tensor | None = None,
     config: OutcomesConfig | None = None,
 ) -> None:
     batch, rows, vocab = draft_logits.shape
@@ -67,9 +78,12 @@ def _predict_outcomes_launch(
     if not batch * branches:
         return
     config = config or outcomes_config(batch, rows, vocab, branches)
-    shape = (batch, rows, config.splits)
-    kept = draft_logits.new_empty((*shape, config.width), dtype=torch.int64)
-    top, total = draft_logits.new_empty((2, *shape), dtype=torch.float32)
+    shares = batch * rows * config.splits
+    sizes = shares * config.width, shares
+    if workspace is None:
+        workspace = draft_logits.new_empty(sum(sizes), dtype=torch.int64)
+    kept, floats = workspace[: sum(sizes)].split(sizes)
+    top, total = floats.view(torch.float32).chunk(2)
     strides = draft_logits.stride()[:2] + ((0, 0) if bias is None else bias.stride()[:2])
     unit = 16 if all(size % 16 == 0 for size in (vocab, *strides)) else 1
     with on_device(draft_logits.device):

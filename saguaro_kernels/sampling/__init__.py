@@ -42,6 +42,20 @@ __all__ = [
 
 sample_workspace_size = scan_workspace_size
 
+_OUT_TYPES = {
+    "tokens": torch.int64,
+    "logq": torch.float32,
+    "lse": torch.float32,
+    "cutoff": torch.float32,
+    "scale_logit": torch.float32,
+    "cutoff_id": torch.int64,
+    "scale_id": torch.int64,
+    "top_ids": torch.int64,
+    "top_logits": torch.float32,
+    "status": torch.int32,
+}
+"""Types of a Sample's fields."""
+
 
 def saguaro_sample(
     logits: torch.Tensor,
@@ -119,9 +133,9 @@ def saguaro_sample(
     if out is None:
         out = _empty_sample(logits, top_f)
     else:
-        for name, wanted in vars(_empty_sample(logits.new_empty(0, 0), top_f)).items():
-            shape = logits.shape[0], *wanted.shape[1:]
-            check_out(f"out.{name}", getattr(out, name), shape, wanted.dtype, logits.device)
+        for name, dtype in _OUT_TYPES.items():
+            shape = (logits.shape[0], top_f)[: 1 + name.startswith("top_")]
+            check_out(f"out.{name}", getattr(out, name), shape, dtype, logits.device)
     if workspace is not None:
         size = sample_workspace_size(logits.shape[0], logits.shape[1], top_f, scale_f)
         check_workspace(workspace, size, torch.int64, logits.device)

@@ -82,9 +82,9 @@ def test_every_field_is_checked(
             op(out=out, impl=impl)
 
 
-@pytest.mark.parametrize("op", [sample, judge])
+@pytest.mark.parametrize("op", [sample, judge, outcomes])
 def test_workspaces(op: Callable[..., Any]) -> None:
-    dtype = torch.int64 if op is sample else torch.float32
+    dtype = torch.float32 if op is judge else torch.int64
     op(workspace=torch.zeros(4096, dtype=dtype), impl="triton")
     for workspace, error in (
         (torch.zeros(4096, dtype=torch.float64), DTypeError),
