@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -226,20 +227,29 @@ def choose_lane(config: EngineConfig) -> str:
     return "process" if (os.cpu_count() or 1) > 1 else "inline"
 
 
+_threads_before: weakref.WeakKeyDictionary[Callable[[], None], int] = weakref.WeakKeyDictionary()
+"""CPU threads before each open engine that changed them, oldest first."""
+
+
 def share_cores(config: EngineConfig, lane: Lane | None) -> Callable[[], None]:
     """Set this process's CPU threads; returns the call that sets them back."""
-    before = torch.get_num_threads()
-    used: list[bool] = []
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    elif isinstance(lane, ProcessLane):
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) - config.draft_threads))
 
     def restore() -> None:
-        if not used:
-            used.append(True)
+        engines = list(_threads_before)
+        if restore not in engines:
+            return
+        later, before = engines[engines.index(restore) + 1 :], _threads_before.pop(restore)
+        if later:  # the next engine was made since, and sets back what this one found
+            _threads_before[later[0]] = before
+        else:
             torch.set_num_threads(before)
 
+    threads = config.threads
+    if threads is None and isinstance(lane, ProcessLane):
+        threads = max(1, (os.cpu_count() or 1) - config.draft_threads)
+    if threads is not None:
+        _threads_before[restore] = torch.get_num_threads()
+        torch.set_num_threads(threads)
     return restore
 
 

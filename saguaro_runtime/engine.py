@@ -101,7 +101,10 @@ class Engine:
         try:
             with self._lock, torch.no_grad(), self._seat.working():
                 start = time.monotonic()
-                finished = self._round()
+                try:
+                    finished = self._round()
+                finally:
+                    self._release()
                 self._stats.busy_s += time.monotonic() - start
                 return finished
         finally:
@@ -129,7 +132,6 @@ class Engine:
             ((request.row, request.rounds[-1].source) for request in requests), start
         )
         self.scheduler.policy.observe(self._stats.collect(wait=False))
-        self._release()
         return finished
 
     def cancel(self, request: Request) -> None:
@@ -250,6 +252,7 @@ class Engine:
     def _admit(self) -> None:
         """Give rows to waiting requests and prefill the next chunks of their prompts, on the draft
         at the same time as on the target."""
+        self._release()  # again, where Ctrl-C came in between
         self.scheduler.admit()
         if self.lane and self.lane.empty:
             self.lane.admit(self.scheduler.rows())
@@ -267,16 +270,19 @@ class Engine:
             except BaseException as error:
                 # Its keys are incomplete, so nothing can be decoded after them.
                 self.scheduler.fail([new.row], f"{type(error).__name__}: {error}")
-                self._release()
                 raise
 
     def _release(self) -> None:
-        rows = self.scheduler.left()
+        """Release the rows of requests that have ended."""
+        rows = self.scheduler.left
         for row in self._held.intersection(rows):
-            self._held.remove(row)
-            self.model.release(row)
+            try:
+                self.model.release(row)
+            finally:
+                self._held.remove(row)
         if rows and self.lane:
-            self.lane.release(rows)
+            self.lane.release(rows.copy())
+        rows.clear()
 
 
 def generate(

@@ -32,12 +32,13 @@ class Scheduler:
         self.config, self.built = config, built
         self.policy = Policy(config)
         self.counts, self.served = Counts(), Served()
+        self.left: list[int] = []
+        """Rows whose requests have ended and that are not released yet."""
         self._table = RowTable(config.max_batch, built.model.device)
         self._waiting: deque[Request] = deque()
         self._running: dict[int, Request] = {}
         self._filled: dict[int, int] = {}
         """Rows whose prompts are not fully prefilled yet: tokens prefilled so far."""
-        self._left: list[int] = []
         self._accepted: dict[int, int] = {}
         self._prepared: dict[int, tuple[int, int, bool]] = {}
         """What the last round of a row prepared: k, branches, and whether the draft had drawn its
@@ -71,14 +72,14 @@ class Scheduler:
             slots = slots_of(self._waiting[0], self.config)
             if slots > self._free_slots:
                 break
-            request = self._waiting.popleft()
-            request.row, request.times.admitted = self._free_rows.pop(0), time.monotonic()
+            request, row = self._waiting[0], self._free_rows[0]
+            request.row, request.times.admitted = row, time.monotonic()
+            self._table.set(row, request.params)
+            self._accepted[row], self._prepared[row] = -1, (0, 0, False)
+            # Last, so that a row that an exception interrupts here is never taken for prefilled.
+            self._filled[row], self._running[row] = 0, request
             self._free_slots -= slots
-            self._running[request.row] = request
-            self._accepted[request.row] = -1
-            self._prepared[request.row] = (0, 0, False)
-            self._table.set(request.row, request.params)
-            self._filled[request.row] = 0
+            del self._free_rows[0], self._waiting[0]
 
     def chunks(self) -> Iterator[Chunk]:
         """Chunks of the prompts of new rows, at most `prefill_chunk` tokens in all, first come
@@ -96,14 +97,17 @@ class Scheduler:
                 if end - start > left:
                     return
                 left -= end - start
-                self._filled[row] = end
-                yield Chunk(self._admission(request), start)
+                yield Chunk(self._admission(request, end), start)
+                self._filled[row] = end  # not before: prefilling may fail
                 if end == last:
-                    self._filled.pop(row, None)
+                    del self._filled[row]
 
     def rows(self) -> list[Admission]:
         """All running rows with their texts so far, for a draft that holds none of them."""
-        return [self._admission(request) for request in self._running.values()]
+        return [
+            self._admission(request, self._filled.get(row))
+            for row, request in self._running.items()
+        ]
 
     def turn(self) -> Turn | None:
         """The outcomes of all rows whose prompts are prefilled; None if there are none."""
@@ -195,11 +199,6 @@ class Scheduler:
             request.fail(reason)
             self._leave(request)
 
-    def left(self) -> list[int]:
-        """Rows freed since the last call."""
-        rows, self._left = self._left, []
-        return rows
-
     def _source(self, row: int, found: bool | None) -> Source:
         if self._accepted[row] < 0:
             return "first"
@@ -215,19 +214,21 @@ class Scheduler:
         self.served.add(request.finish_reason, len(request.prompt), request.times)
 
     def _leave(self, request: Request) -> None:
+        slots = slots_of(request, self.config)
         self._count_served(request)
+        self._table.clear(request.row)
+        self.left.append(request.row)
         self._filled.pop(request.row, None)
         del self._running[request.row]
-        self._table.clear(request.row)
-        self._free_slots += slots_of(request, self.config)
+        self._free_slots += slots
         self._free_rows.append(request.row)
         self._free_rows.sort()
-        self._left.append(request.row)
 
-    def _admission(self, request: Request) -> Admission:
+    def _admission(self, request: Request, filled: int | None) -> Admission:
+        """`filled`: prompt tokens prefilled so far, None if all are."""
         text = request.prompt + request.token_ids
-        if request.row in self._filled:
-            text = text[: self._filled[request.row] + 1]
+        if filled is not None:
+            text = text[: filled + 1]
         params = request.params.without_functions()
         return Admission(request.row, text, params, slots_of(request, self.config))
 

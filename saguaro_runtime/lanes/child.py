@@ -48,7 +48,8 @@ class Child:
         )
         theirs.close()
         self._listen(Connection(ours.detach()))
-        self._end = weakref.finalize(self, _stop, self._process, self._connection, 1.0)
+        self._owner = os.getpid()
+        self._end = weakref.finalize(self, _stop, self._process, self._connection, 1.0, self._owner)
         self.send(setup)
 
     def _listen(self, connection: Connection) -> None:
@@ -86,7 +87,7 @@ class Child:
     def end(self, *, patience_s: float = 1.0) -> None:
         """Ask it to end, and make it."""
         if self._end.detach():
-            _stop(self._process, self._connection, patience_s)
+            _stop(self._process, self._connection, patience_s, self._owner)
 
     def _gone(self) -> Lost:
         # Its end of the pipe closes a moment before it can be waited for.
@@ -98,7 +99,12 @@ class Child:
         return Lost(f"the draft process ended (exit code {code})")
 
 
-def _stop(process: subprocess.Popen[bytes], connection: Connection, patience_s: float) -> None:
+def _stop(
+    process: subprocess.Popen[bytes], connection: Connection, patience_s: float, owner: int
+) -> None:
+    if os.getpid() != owner:  # a fork that ends: the process is its parent's
+        connection.close()
+        return
     if patience_s:
         with contextlib.suppress(*_BROKEN, pickle.PicklingError):
             connection.send(("close",))

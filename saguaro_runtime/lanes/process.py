@@ -47,7 +47,8 @@ class ProcessLane:
     _state: State
     _caught_up: bool
     """It has answered a turn since it was given the rows: worth waiting for the next."""
-    _unanswered: int
+    _asked: deque[int]
+    """Numbers of the turns it was sent and has not answered."""
     _asked_spans: bool
     _left: list[int]
     """Rows whose requests ended while it was behind."""
@@ -107,7 +108,7 @@ class ProcessLane:
                 self._await_ready(0.0)
             elif self._state == "behind":
                 self._take_answers()
-                if not self._unanswered:
+                if not self._asked:
                     self._state = "empty"
                     self._child.send(("release", self._left))
         except Lost as error:
@@ -158,7 +159,7 @@ class ProcessLane:
     def spans(self, *, wait: bool = True) -> list[Span]:
         """Work in the other process since the last call; with `wait`, up to now."""
         try:
-            if wait and not self.off and self._state == "on" and not self._unanswered:
+            if wait and not self.off and self._state == "on" and not self._asked:
                 if not self._asked_spans:
                     self._child.send(("spans",))
                     self._asked_spans = True
@@ -182,7 +183,7 @@ class ProcessLane:
         self._state, self._asked_spans = "starting", False
         # The first rows of all have no texts yet that would take long.
         self._caught_up = not self.faults
-        self._unanswered = self._answers = 0
+        self._asked, self._answers = deque(), 0
         self._heard_s = time.monotonic()
         self._beat.fill_(self._heard_s)
         self._child = Child(
@@ -217,13 +218,13 @@ class ProcessLane:
 
     def _next_chain(self, turn: Turn) -> Reply | None:
         self._take_answers()
-        if self._unanswered > _FURTHEST_BEHIND:
+        if len(self._asked) > _FURTHEST_BEHIND:
             self._state, self._caught_up, self._left = "behind", False, []
             return None
         # A draft that is still at an earlier turn is not waited for until it has caught up.
-        timeout_s = 0.0 if self._unanswered or not self._caught_up else self._timeout_s
+        timeout_s = 0.0 if self._asked or not self._caught_up else self._timeout_s
+        self._asked.append(turn.number)  # before it is sent: Ctrl-C may come in between
         self._child.send(("turn", turn.number, turn.decision, turn.packed()))
-        self._unanswered += 1
         answer = self._answer(timeout_s)
         if answer is None or answer[1] != turn.number:
             return None
@@ -250,13 +251,13 @@ class ProcessLane:
 
     def _take_answers(self) -> None:
         """Take the answers that have come to turns that did not wait for them."""
-        while self._unanswered and self._answer(0.0) is not None:
+        while self._asked and self._answer(0.0) is not None:
             pass
         if self._still_s() > _DEAD_S:
             time.sleep(1.0)  # the engine may have been stopped itself, and both have just gone on
             if self._still_s() > _DEAD_S:
                 raise Lost(f"the draft process gave no sign of life for {_DEAD_S:.0f} s")
-        if self._unanswered and time.monotonic() > self._heard_s + _LONGEST_S:
+        if self._asked and time.monotonic() > self._heard_s + _LONGEST_S:
             raise Lost(f"the draft process did not answer for {_LONGEST_S:.0f} s")
 
     def _answer(self, timeout_s: float) -> Any:
@@ -265,7 +266,8 @@ class ProcessLane:
         while answer is not None and answer[0] == "spans":  # asked for before, and late
             answer = self._receive(timeout_s)
         if answer is not None:
-            self._unanswered -= 1
+            while self._asked and self._asked[0] <= answer[1]:
+                self._asked.popleft()
             self._caught_up = self._state == "on"
             self._spans.extend(answer[3])
             self._answers += 1

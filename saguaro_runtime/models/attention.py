@@ -4,6 +4,7 @@ forward attends with is `tree_attention`, or flash-attn for chains."""
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -130,13 +131,26 @@ def _attention(
 AttentionInterface.register("saguaro", _attention)
 
 
+_LOCK = threading.Lock()
+_switched: dict[int, tuple[int, str]] = {}
+"""By the id of a config: forwards in progress, and the attention it had before the first."""
+
+
 @contextlib.contextmanager
 def paged_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Switch the model to our attention for one forward, so that its owner finds it unchanged."""
+    """Switch the model to our attention while it runs forwards, of several engines and threads at
+    once, so that its owner finds it unchanged."""
     config = model.config.get_text_config()
-    before = config._attn_implementation
-    config._attn_implementation = "saguaro"
+    with _LOCK:
+        forwards, before = _switched.get(id(config), (0, config._attn_implementation))
+        _switched[id(config)] = forwards + 1, before
+        config._attn_implementation = "saguaro"
     try:
         yield
     finally:
-        config._attn_implementation = before
+        with _LOCK:
+            forwards, before = _switched.pop(id(config))
+            if forwards > 1:
+                _switched[id(config)] = forwards - 1, before
+            else:
+                config._attn_implementation = before

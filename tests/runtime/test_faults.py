@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -19,6 +20,7 @@ import faulty
 import numpy as np
 import pytest
 import scripts
+import tiny_models
 import torch
 
 from saguaro_runtime import (
@@ -28,11 +30,16 @@ from saguaro_runtime import (
     SaguaroError,
     SamplingParams,
 )
-from saguaro_runtime.lanes import process
+from saguaro_runtime.lanes import InlineLane, process
 from saguaro_runtime.lanes.child import Child, Lost
 from saguaro_runtime.lanes.worker import showing_life
+from saguaro_runtime.models.attention import paged_attention
 from saguaro_runtime.models.scripted import ScriptedModel
+from saguaro_runtime.policy import Policy
+from saguaro_runtime.round import RowTable
+from saguaro_runtime.scheduler import Scheduler
 from saguaro_runtime.speculator import Speculator
+from saguaro_runtime.verifier import Verifier
 
 P = scripts.random_law(5, seed=1)
 Q = scripts.random_law(5, seed=2, near=P)
@@ -181,7 +188,7 @@ HANDOFFS = [
 ]
 REASONS = {
     "killed": "exit code -9", "out of memory": "no 3 GiB",
-    "garbage": "cannot be", "wrong shape": "cannot be",
+    "garbage": "invalid", "wrong shape": "invalid",
 }  # fmt: skip
 
 
@@ -323,6 +330,112 @@ def test_a_draft_that_was_far_behind_is_told_the_texts_in_one_piece(
     assert held_rows == set()
 
 
+INTERRUPTED = [
+    (RowTable, "set"),
+    (RowTable, "clear"),
+    (SamplingParams, "without_functions"),
+    (Speculator, "next_chain"),
+    (Verifier, "verify"),
+    (Scheduler, "commit"),
+    (Policy, "observe"),
+    (InlineLane, "release"),
+]
+
+
+@pytest.mark.parametrize(("owner", "method"), INTERRUPTED)
+def test_ctrl_c_in_a_round_leaves_texts_and_rows(
+    owner: Any, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever steps again gets the same texts. Only a request that is being prefilled may end, and
+    says so."""
+    prompts, params = [[1, 2, 3, 4, 0], [2], [0, 1]], [scripts.sampled(n, 12) for n in range(3)]
+    options = {"rule": "coupled", "branches": 4, "max_batch": 2, "prefill_chunk": 3}
+    with scripts.engine(scripts.model(P), None, method="ar", rule="coupled") as engine:
+        texts = [output.token_ids for output in engine.generate(prompts, params)]
+    calls, original = itertools.count(1), getattr(owner, method)
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) in (2, 4):
+            raise KeyboardInterrupt
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, method, interrupted)
+    interrupts = 0
+    with scripts.engine(scripts.model(P), scripts.model(Q), **options) as engine:
+        requests = [engine.add(*asked) for asked in zip(prompts, params, strict=True)]
+        while any(request.finish_reason is None for request in requests):
+            try:
+                engine.step()
+            except KeyboardInterrupt:
+                interrupts += 1
+            assert interrupts < 3
+        engine.step()
+        load = engine.scheduler.load()
+        assert engine.model.held == engine.lane.speculator.model.held == set()
+        assert engine.lane.off is None
+    assert interrupts == 2 and not any(load[name] for name in ("running", "waiting", "slots_used"))
+    for request, text in zip(requests, texts, strict=True):
+        if request.finish_reason == "error":
+            assert request.error.startswith("KeyboardInterrupt")
+            assert request.token_ids == []
+        else:
+            assert request.token_ids == text
+
+
+def test_after_ctrl_c_answers_and_turns_are_matched_again(
+    wanted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the engine waits for a draft process, which answers all the same."""
+    faulty.local_children(monkeypatch)
+
+    def interrupted(timeout_s: float) -> None:
+        raise KeyboardInterrupt
+
+    with scripts.engine(scripts.model(P), scripts.model(Q), lane="process") as engine:
+        request = _steps(engine, 4)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(engine.lane, "_answer", interrupted)
+            engine.step()
+        assert _finish(engine, request) == wanted
+    assert [its.source for its in request.rounds[-8:]].count("hit") > 3
+
+
+def test_a_fork_leaves_the_draft_process_alone(wanted: list[int], no_leaks: None) -> None:
+    """What the fork drops of the engine, or ends with, is still its parent's."""
+    with scripts.engine(scripts.model(P), scripts.model(Q), lane="process") as engine:
+        request, pid = _steps(engine, 4), engine.lane.pid
+        if not (fork := os.fork()):
+            engine.lane._child._end()
+            os._exit(0)
+        os.waitpid(fork, 0)
+        assert _finish(engine, request) == wanted
+        assert engine.lane.pid == pid and not engine.lane.faults
+
+
+def test_forwards_of_one_model_in_two_threads_end_in_any_order() -> None:
+    """It is ours while one runs, and its owner's afterwards."""
+    model = tiny_models.llama()
+    config, before = model.config, model.config._attn_implementation
+    first, second = paged_attention(model), paged_attention(model)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert config._attn_implementation == "saguaro" != before
+    second.__exit__(None, None, None)
+    assert config._attn_implementation == before
+
+
+def test_engines_closed_in_any_order_restore_the_threads() -> None:
+    before = torch.get_num_threads()
+    engines = [
+        scripts.engine(scripts.model(P), scripts.model(Q), threads=before + count)
+        for count in (3, 2, 1)
+    ]
+    for index, threads in ((1, before + 1), (0, before + 1), (2, before)):
+        engines[index].close()
+        assert torch.get_num_threads() == threads
+
+
 def test_a_slow_draft_process_is_not_waited_for_round_after_round(
     wanted: list[int], no_leaks: None
 ) -> None:
@@ -421,7 +534,7 @@ def test_wrong_chains_in_shared_memory_turn_speculation_off(
     with scripts.engine(scripts.model(P), scripts.model(Q), lane="process") as engine:
         assert engine.generate([1, 2], GREEDY)[0].token_ids == wanted
         stats = engine.stats()
-    assert "cannot be" in stats["speculation"] and len(stats["draft_faults"]) == 6
+    assert "invalid chain" in stats["speculation"] and len(stats["draft_faults"]) == 6
 
 
 def test_a_draft_that_cannot_start_says_why(no_leaks: None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 
 import pretend_cuda
 import pretend_flash
@@ -77,7 +78,8 @@ def test_logits_of_prompt_and_verification(installed: None) -> None:
 def test_an_engine_on_a_gpu_that_is_not_there(
     installed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both models' chains go through flash-attn, branches do not; the text stays the same."""
+    """Chains of transformers models go through flash-attn, branches do not, nor does what is a
+    `Model` already: the other's chains still do. The text stays the same."""
     monkeypatch.setattr(flash, "DTYPES", (torch.float32,))
     ALSO.append(torch.float32)
     target = tiny_models.llama(scale=1.5)
@@ -88,18 +90,28 @@ def test_an_engine_on_a_gpu_that_is_not_there(
     with scripts.engine(target, draft, **options) as engine:
         expected = [its.token_ids for its in engine.generate(prompts, params)]
     assert not CALLS
-    with pretend_cuda.Machine(monkeypatch) as machine:
-        for model in (target, draft):
-            machine.place(model, "cuda:0")
-        with scripts.engine(
-            target, draft, lane="stream", impl="auto", attention="flash", **options
-        ) as engine:
-            found = [its.token_ids for its in engine.generate(prompts, params)]
-            stats = engine.stats()
-    assert stats["speculation"] == "on" and stats["hits"] > 0
-    assert found == expected
-    assert {shape[1] for shape in CALLS} >= {1, 3, 19}  # draft tokens, verifications, a prompt
-    assert not machine.races, machine.races[:5]
+    calls = {}
+    for own in ("", "target", "draft"):
+        CALLS.clear()
+        with pretend_cuda.Machine(monkeypatch) as machine:
+            models = {"target": target, "draft": draft}
+            for model in models.values():
+                machine.place(model, "cuda:0")
+            if own:
+                models[own] = TransformersModel(models[own], rows=2, tokens=768, impl="reference")
+            with scripts.engine(
+                *models.values(), lane="stream", impl="auto", attention="flash", **options
+            ) as engine:
+                found = [its.token_ids for its in engine.generate(prompts, params)]
+                stats = engine.stats()
+            machine.sweep()
+        calls[own] = Counter(CALLS)
+        assert stats["speculation"] == "on" and stats["hits"] > 0
+        assert found == expected
+        assert not machine.races, machine.races[:5]
+    assert {shape[1] for shape in calls[""]} >= {1, 3, 19}  # draft tokens, verifications, a prompt
+    assert calls["target"] and calls["draft"]
+    assert calls[""] == calls["target"] + calls["draft"]
 
 
 def test_it_is_imported_by_nobody_who_did_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import pytest
 import scripts
 import tiny_models
 import torch
+import transformers
 
 from saguaro_runtime import ConfigError, Engine, EngineConfig
 from saguaro_runtime.graphs import Graphs
@@ -22,9 +23,12 @@ JOINS = (0, 0, 1, 3, 4, 5, 9)
 LENGTHS = (12, 30, 4, 9, 12, 3, 8)
 
 
-def _engine(machine: pretend_cuda.Machine | None, spoil: Any = None, **options: Any) -> Engine:
-    target = tiny_models.llama(scale=1.5)
-    draft = tiny_models.llama(1, near=target, scale=1.5)
+def _engine(
+    machine: pretend_cuda.Machine | None, spoil: Any = None, target: Any = None, **options: Any
+) -> Engine:
+    target = target or tiny_models.llama(scale=1.5)
+    draft = tiny_models.llama(1, near=tiny_models.llama(scale=1.5), scale=1.5)
+    draft = draft.to(target.dtype)
     if spoil is not None:
         draft.model.layers[0].register_forward_hook(spoil)
     settings = {"k": K, "branches": BRANCHES, "max_batch": ROWS, "max_tokens": 512}
@@ -122,6 +126,61 @@ def test_what_cannot_be_captured_runs_as_it_is(
     assert words in draft["why"] and words in str(warned[0].message) and len(warned) == 1
     assert draft["captured"] == draft["replayed"] == 0 < draft["eager"]
     assert target["captured"] > 0 == target["eager"] and target["why"] is None
+
+
+def _mixture(experts: str, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=tiny_models.VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
+        max_position_embeddings=256, experts_implementation=experts, eos_token_id=None,
+    )  # fmt: skip
+    model = transformers.MixtralForCausalLM(config).to(dtype)
+    model.generation_config.eos_token_id = None
+    model.lm_head.weight.data.mul_(4.0)
+    return model
+
+
+@pytest.mark.parametrize(
+    "experts, dtype", [("batched_mm", torch.float32), ("grouped_mm", torch.bfloat16)]
+)
+def test_a_mixture_of_experts_is_captured(
+    experts: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = []
+    for graphs in (False, True):
+        target = _mixture(experts, dtype)
+        options = {"target": target, "max_batch": 1, "cuda_graphs": graphs}
+        with pretend_cuda.Machine(monkeypatch) as machine, _engine(machine, **options) as engine:
+            texts.append(engine.generate(PROMPTS[0], scripts.sampled(0, 12))[0].token_ids)
+            found = engine.stats()["cuda_graphs"]
+    assert texts[0] == texts[1] and len(set(texts[0])) > 3
+    assert found["target"]["captured"] == 2 and found["target"]["replayed"] > 3
+    assert {its["eager"] for its in found.values()} == {0}
+
+
+@pytest.mark.parametrize(
+    "experts, words",
+    [("eager", "nonzero makes the host wait"), ("grouped_mm", "_grouped_mm of torch.float32")],
+)
+def test_a_mixture_of_experts_whose_sizes_the_host_reads_runs_as_it_is(
+    experts: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' loop over experts, and torch's where it has no kernel for the type."""
+    target = _mixture(experts, torch.float32)
+    with _engine(None, target=target, max_batch=2) as engine:
+        prompts, params = PROMPTS[:2], [scripts.sampled(0, 12), scripts.sampled(1, 9)]
+        expected = [its.token_ids for its in engine.generate(prompts, params)]
+    with pretend_cuda.Machine(monkeypatch) as machine:
+        match = f"no CUDA graphs for the target, MixtralForCausalLM: {words}"
+        with pytest.warns(UserWarning, match=match):
+            engine = _engine(machine, target=target, max_batch=2)
+        with engine:
+            texts = [its.token_ids for its in engine.generate(prompts, params)]
+            found = engine.stats()["cuda_graphs"]
+    assert texts == expected
+    assert found["target"]["captured"] == found["target"]["replayed"] == 0
+    assert found["target"]["eager"] > 0 == found["draft"]["eager"]
 
 
 def test_memory_that_a_graph_reads_must_stay(monkeypatch: pytest.MonkeyPatch) -> None:
