@@ -124,7 +124,7 @@ def test_pages_are_given_once_and_freed_once() -> None:
 
 
 def test_more_memory_than_there_is_is_refused_by_its_size() -> None:
-    with pytest.raises(ConfigError, match=r"slots take \d+\.\d GiB.*max_tokens"):
+    with pytest.raises(ConfigError, match=r"slots of 6 rows take \d+\.\d GiB.*max_tokens"):
         _pages(tokens=1 << 50)
 
 
