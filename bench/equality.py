@@ -150,7 +150,8 @@ class Equality:
         found["T=1 batch of 4 = alone"] = self.compare(batched, ids, 1.0)
         return {
             "comparisons": {
-                name: [its._asdict() for its in verdicts] for name, verdicts in found.items()
+                name: [verdict._asdict() for verdict in verdicts]
+                for name, verdicts in found.items()
             },
             "passed": all(passes(verdicts) for verdicts in found.values()),
             "tokens": self.tokens,
@@ -162,8 +163,8 @@ class Equality:
 
 def passes(verdicts: Sequence[Comparison]) -> bool:
     """No text differs, and at most one in twenty parts at a near tie (of fewer texts, one)."""
-    near = sum(its.verdict == "near_tie" for its in verdicts)
-    different = any(its.verdict == "different" for its in verdicts)
+    near = sum(verdict.verdict == "near_tie" for verdict in verdicts)
+    different = any(verdict.verdict == "different" for verdict in verdicts)
     return not different and near <= max(1, len(verdicts) // NEAR_TIES_ALLOWED)
 
 
@@ -173,8 +174,8 @@ def render(report: dict[str, Any]) -> str:
     if report.get("batch", 1) > 1:
         lines[0] += f"; at temperature 0 {report['batch']} at once"
     for name, verdicts in report["comparisons"].items():
-        ties = [its["gap"] for its in verdicts if its["verdict"] == "near_tie"]
-        equal = sum(its["verdict"] == "equal" for its in verdicts)
+        ties = [verdict["gap"] for verdict in verdicts if verdict["verdict"] == "near_tie"]
+        equal = sum(verdict["verdict"] == "equal" for verdict in verdicts)
         note = f", near ties with gaps {', '.join(f'{gap:.1e}' for gap in ties)}" if ties else ""
         lines.append(f"{name:<26} {equal} of {len(verdicts)} equal{note}")
     lines.append(

@@ -246,7 +246,7 @@ def summary(data: dict[str, Any]) -> str:
     }
     kinds = [(allocation, ranking) for allocation in ALLOCATIONS for ranking in RANKINGS]
     rows = []
-    for pair, temperature in dict.fromkeys(its[:2] for its in rates):
+    for pair, temperature in dict.fromkeys(rate[:2] for rate in rates):
         found = [rates[pair, temperature, ranking, allocation] for allocation, ranking in kinds]
         values = [f"{cell['hit_rate']:.3f}" for cell in found]
         rows.append((pair, temperature, found[0]["rounds"], *values))

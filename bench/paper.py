@@ -35,7 +35,7 @@ def configs(k: int, fan_out: int) -> dict[str, Any]:
         "rule": "token", "fallback": "batched_retry", "max_batch": 1,
     }  # fmt: skip
     methods: tuple[Method, ...] = ("ar", "sd", "ssd")
-    return {its.upper(): EngineConfig(method=its, **common) for its in methods}
+    return {method.upper(): EngineConfig(method=method, **common) for method in methods}
 
 
 def predicted() -> str:
@@ -60,7 +60,7 @@ def measure(
         for name, run in runs.items():
             texts[name] += run.decode([prompt], params)
     return {name: run.stats() for name, run in runs.items()}, len(
-        {json.dumps(its) for its in texts.values()}
+        {json.dumps(text) for text in texts.values()}
     ) == 1
 
 

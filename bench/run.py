@@ -180,7 +180,7 @@ def _bad(result: report.Result) -> bool:
 
 def system(case: System, arguments: Sequence[str]) -> int:
     """Run one system case after its gate; --no-gate leaves the gate out."""
-    rest = [its for its in arguments if its != "--no-gate"]
+    rest = [argument for argument in arguments if argument != "--no-gate"]
     if case.gate:
         case.check(rest)
     if case.gate and len(rest) == len(arguments) and measure.has_tests():
@@ -246,7 +246,7 @@ def listing() -> str:
         "A kernel case runs ours, the kernels, beside torch, their reference in plain torch; on a",
         "GPU also torch.compile of that. A red gate: not measured, and exit code 1.",
     ]
-    others = [(c.name, its) for c in CASES.values() for its in c.providers]
+    others = [(c.name, provider) for c in CASES.values() for provider in c.providers]
     lines += [f"  {case}: {its}, too" for case, its in others if outside.is_outside(its)]
     if absent := outside.missing():
         lines += ["Other projects that it would run where installed:"]

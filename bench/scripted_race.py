@@ -116,7 +116,7 @@ class _Runner:
         self.tokens += self._length() - before
 
     def _length(self) -> int:
-        return sum(len(its.token_ids) for its in self.requests)
+        return sum(len(request.token_ids) for request in self.requests)
 
     def ran(self) -> Ran:
         """What it came to.
@@ -127,7 +127,7 @@ class _Runner:
         stats = self.engine.stats()
         if stats["speculation"] not in ("on", "off"):
             raise SaguaroError(f"speculation: {stats['speculation']}")
-        rounds = [list(its.rounds[WARM_UP:]) for its in self.requests]
+        rounds = [list(request.rounds[WARM_UP:]) for request in self.requests]
         return Ran(self.tokens / self.seconds, stats, rounds, list(self.engine.spans))
 
 

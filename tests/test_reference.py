@@ -48,7 +48,7 @@ def ops() -> list[Callable[..., Any]]:
     """Public functions of tensors: they let one choose between kernel and reference."""
     found = [its for _, its in public("saguaro_kernels") + public("saguaro_kernels.compat")]
     functions = [its for its in found if inspect.isfunction(its)]
-    return [its for its in functions if "impl" in inspect.signature(its).parameters]
+    return [function for function in functions if "impl" in inspect.signature(function).parameters]
 
 
 def sections(doc: str) -> dict[str, str]:

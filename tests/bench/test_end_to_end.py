@@ -149,7 +149,7 @@ def test_cells_and_table(fakes: dict[str, float]) -> None:
     assert [(its[0].temperature, its[0].batch) for its in rest] == found[7:]
     few = argparse.Namespace(**{**vars(SETTINGS), "temperatures": [0.3], "sizes": [2, 1]})
     cells = list(end_to_end.run(pair, [[1], [2]], few))
-    assert [(its[0].temperature, its[0].batch) for its in cells] == [(0.3, 2), (0.3, 1)]
+    assert [(cell[0].temperature, cell[0].batch) for cell in cells] == [(0.3, 2), (0.3, 1)]
 
 
 def test_a_loss_against_sd_is_named_and_fails(fakes: dict[str, float]) -> None:

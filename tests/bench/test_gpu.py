@@ -72,6 +72,7 @@ def test_differences_are_found() -> None:
     assert gpu.difference([far], [ids])[1]
     assert gpu.difference([ids[:1]], [ids[1:2]])[1]
     assert gpu.difference([numbers + 0.1], [numbers])[1]
+    assert gpu.difference([1.1e-4 * numbers], [1e-4 * numbers])[1]
     assert gpu.difference([numbers.half()], [numbers])[1]
     infinite = torch.tensor([torch.inf, -torch.inf, 1.0])
     assert gpu.difference([infinite], [infinite.clone()]) == ("ok", False)

@@ -59,8 +59,8 @@ def test_a_model_without_layers_is_the_rest_of_it() -> None:
         model.model.layers = torch.nn.ModuleList([layers[0], layers[3]])
         torch.testing.assert_close(smaller(ids).logits, model(ids, use_cache=False).logits)
         steps = hit_rates.measure_tree_steps(smaller, (2, 3), trunk=8, repeats=1, draft_len=2)
-    assert [its["branches"] for its in steps] == [2, 3]
-    assert all(its["ratio"] > 0 for its in steps)
+    assert [step["branches"] for step in steps] == [2, 3]
+    assert all(step["ratio"] > 0 for step in steps)
 
 
 def test_cells_are_kept_and_only_the_missing_are_computed(tmp_path) -> None:

@@ -36,8 +36,8 @@ def test_a_pair_by_path_needs_both(capsys) -> None:
 def test_a_pair_is_measured_in_the_papers_way(tmp_path, monkeypatch, capsys) -> None:
     pair = published.PAIRS[0]
     configs = paper.configs(pair.k, pair.fan_out)
-    assert {its.branches for its in configs.values()} == {21}
-    assert {its.max_batch for its in configs.values()} == {1}
+    assert {config.branches for config in configs.values()} == {21}
+    assert {config.max_batch for config in configs.values()} == {1}
 
     def measured(its: object, options: object) -> object:
         engines = {

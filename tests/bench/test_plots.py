@@ -103,7 +103,11 @@ def test_acceptance_against_hit_rate_over_c() -> None:
 
 def test_timeline_of_rounds() -> None:
     (axis,) = _figure("timeline").axes
-    bars = [path.get_extents().bounds for its in axis.collections for path in its.get_paths()]
+    bars = [
+        path.get_extents().bounds
+        for collection in axis.collections
+        for path in collection.get_paths()
+    ]
     assert [(round(x), round(width)) for x, _, width, _ in bars] == [(0, 100), (0, 50), (110, 20)]
     assert [label.get_text() for label in axis.get_yticklabels()] == ["target", "draft"]
 

@@ -159,6 +159,6 @@ def test_variants_take_turns_and_their_first_rounds_are_not_timed(monkeypatch) -
     blind, knowing = found.values()
     assert blind.stats["rounds"] == knowing.stats["rounds"] == 12 + 2
     # The same text in the same rounds; which of them were foreseen differs.
-    assert [its.committed for its in blind.rounds[0]] == [
-        its.committed for its in knowing.rounds[0]
+    assert [round.committed for round in blind.rounds[0]] == [
+        round.committed for round in knowing.rounds[0]
     ]

@@ -89,7 +89,7 @@ def test_verifiers_that_share_a_cache_find_their_own(first, impl, device):
     rounds, count = (200, 2048) if device == "cuda" else (2, 10)
     cache = SpeculationCache(4 * count, 2 * count, device)
     outcomes = [(30 + index % 3, index % 5, index) for index in range(count)]
-    keys = [[(uid, *its) for its in outcomes] for uid in (1, 2)]
+    keys = [[(uid, *outcome) for outcome in outcomes] for uid in (1, 2)]
     slots = [list(range(count)), list(range(count, 2 * count))]
     for generation in range(rounds):
         for seat in (first, 1 - first):
@@ -99,7 +99,9 @@ def test_verifiers_that_share_a_cache_find_their_own(first, impl, device):
             torch.cuda.synchronize()
         for seat in (0, 1):
             assert _slots(cache, keys[seat], generation, impl, device) == slots[seat]
-        assert set(_slots(cache, [(3, *its) for its in outcomes], generation, impl, device)) == {-1}
+        assert set(
+            _slots(cache, [(3, *outcome) for outcome in outcomes], generation, impl, device)
+        ) == {-1}
     assert cache.dropped.item() == 0
 
 

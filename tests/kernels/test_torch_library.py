@@ -96,7 +96,7 @@ def test_compiles_and_exports_whole(name: str) -> None:
     program = torch.export.export(_Module(op), _flat(_fresh(op.arguments)))
     # Where gradients are switched off, what runs is a graph inside the graph.
     graphs = [its for its in program.graph_module.modules() if isinstance(its, GraphModule)]
-    nodes = [node for its in graphs for node in its.graph.nodes if node.op == "call_function"]
+    nodes = [node for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
     targets = {str(node.target) for node in nodes}
     for its in _ops_of(op):
         assert any(f"saguaro.{its}." in target for target in targets), (its, targets)

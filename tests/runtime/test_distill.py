@@ -177,7 +177,7 @@ def test_parts_of_the_rows_give_the_gradient_of_all(
         )
         trainer.step = 1  # both losses
         trainer.accumulate(some)
-        found.append(torch.cat([its.grad.flatten() for its in trainer.weights.values()]))
+        found.append(torch.cat([weight.grad.flatten() for weight in trainer.weights.values()]))
     assert found[0].abs().max() > 0
     assert torch.allclose(*found, atol=1e-6)
 
@@ -272,7 +272,7 @@ def test_a_chunk_depends_on_the_seed_and_its_number_alone() -> None:
         )
         assert len(a.hidden) == len(a.ids)
     others = writer(target, seed=4).chunk(2, lambda: None)
-    assert [its.prompt for its in others] != [its.prompt for its in first]
+    assert [other.prompt for other in others] != [its.prompt for its in first]
 
 
 def test_invented_questions_stand_after_the_template_and_are_varied() -> None:
@@ -289,7 +289,7 @@ def test_invented_questions_stand_after_the_template_and_are_varied() -> None:
     for prompt, text in zip(prompts, begun, strict=True):
         assert prompt.chat == text.startswith("<user>")
         assert prompt.text.rstrip().endswith(" x")
-    assert sum(its.chat for its in prompts) == 30
+    assert sum(prompt.chat for prompt in prompts) == 30
     tokenizer.chat_template = None
     assert not any(its.chat for its in invent_prompts(tokenizer, range(8), 0, finish))
 

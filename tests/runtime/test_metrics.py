@@ -86,7 +86,7 @@ def test_prometheus_text_says_what_stats_say() -> None:
 def test_times_of_a_request() -> None:
     engine, outputs = _run()
     engine.close()
-    waited = [its.metrics["wait_s"] for its in outputs]
+    waited = [output.metrics["wait_s"] for output in outputs]
     assert waited[3] > max(waited[:2])  # two rows: the last request waits for one of them
     for output in outputs:
         its = output.metrics
@@ -106,7 +106,7 @@ def test_rounds_without_an_answer_of_the_draft_are_late_and_no_misses() -> None:
         while request.finish_reason is None:
             engine.step()
         counts = request.counts
-    sources = [its.source for its in request.rounds]
+    sources = [round.source for round in request.rounds]
     assert sources[0] == "first" and set(sources[4:]) == {"late"} and "late" not in sources[:4]
     assert counts.hits + counts.misses == 3
     assert counts.rounds_after["late"] == len(sources) - 4

@@ -220,10 +220,10 @@ def test_rows_sit_out_while_the_others_go_on() -> None:
             went = [len(r.rounds) - b for r, b in zip(requests, before, strict=True)]
             assert 1 <= sum(went) <= 8
             waited += 8 - sum(went)
-        rounds = [its for request in requests for its in request.rounds[1:]]
-    misses = [its for its in rounds if its.source == "miss"]
+        rounds = [round for request in requests for round in request.rounds[1:]]
+    misses = [round for round in rounds if round.source == "miss"]
     assert waited >= len(misses) > 10
-    assert all(its.drafted == 3 for its in rounds)
+    assert all(round.drafted == 3 for round in rounds)
 
 
 def test_every_fallback_gives_the_same_greedy_text() -> None:

@@ -47,7 +47,7 @@ def test_drafting_ahead_happens_inside_verification(runs: dict[str, dict]) -> No
 
 
 def test_the_draft_prefills_while_the_target_does(runs: dict[str, dict]) -> None:
-    assert all(its["prefill_overlap"] >= 0.8 for its in runs.values())
+    assert all(run["prefill_overlap"] >= 0.8 for run in runs.values())
 
 
 def test_ssd_is_faster_than_sd_by_theorem_7(runs: dict[str, dict]) -> None:
@@ -76,7 +76,7 @@ def test_one_miss_in_a_batch_leaves_the_other_rows_alone() -> None:
         fallback="partial_accept", proposal="none",
     ) as engine:  # fmt: skip
         params = [scripts.sampled(seed, 60) for seed in range(8)]
-        requests = [engine.add([1, 2], its) for its in params]
+        requests = [engine.add([1, 2], param) for param in params]
         mixed = 0
         for _ in range(12):
             engine.step()

@@ -196,7 +196,7 @@ def test_auto_goes_back_where_drafting_loses(clock: virtual.Clock) -> None:
         assert changes[0]["method"] == method
         assert "predicted to lose" in changes[0]["why"]
         assert changes[0]["predicted_vs_ar"] > changes[0]["predicted_before_vs_ar"]
-        assert [its["why"] for its in changes[1:2]] == ["drafting ahead is tried again"]
+        assert [change["why"] for change in changes[1:2]] == ["drafting ahead is tried again"]
         assert changes[2]["method"] == method
     assert speed > 0.8 / VERIFY_S  # plain decoding, but for the attempts
 
@@ -243,13 +243,13 @@ def test_auto_finds_plain_decoding_where_each_row_costs(batch: int) -> None:
     assert 1.05 < (1 / one) / (1.33 / two) < 1.12
     known = policy.estimates.deployment(batch)
     assert known is not None and known.verify_seconds == pytest.approx(one, rel=0.02)
-    assert Counter(its.draft_len for its in decisions[:16])[0] == 3
+    assert Counter(decision.draft_len for decision in decisions[:16])[0] == 3
     changes = policy.report()["changes"]
-    assert "ar" in [its["method"] for its in changes]
+    assert "ar" in [change["method"] for change in changes]
     assert "predicted to lose against plain" in next(
-        its["why"] for its in changes if its["method"] == "ar"
+        change["why"] for change in changes if change["method"] == "ar"
     )
-    assert [its.draft_len for its in decisions].count(0) > 100
+    assert [decision.draft_len for decision in decisions].count(0) > 100
     # The same measurements, the same decisions.
     assert _played(batch, row_s, 0.33)[1] == decisions
 
@@ -258,8 +258,8 @@ def test_auto_finds_plain_decoding_where_each_row_costs(batch: int) -> None:
 def test_auto_keeps_drafting_where_rows_cost_little(batch: int) -> None:
     policy, decisions = _played(batch, 0.05 * VERIFY_S / batch, 0.8)
     assert policy.report()["method"] == "ssd" and policy.report()["k"] >= 3
-    assert [its.draft_len for its in decisions].count(0) == 3
-    assert all(its.draft_len for its in decisions[16:])
+    assert [decision.draft_len for decision in decisions].count(0) == 3
+    assert all(decision.draft_len for decision in decisions[16:])
 
 
 def test_auto_knows_what_a_round_costs_beside_the_models() -> None:
@@ -271,7 +271,7 @@ def test_auto_knows_what_a_round_costs_beside_the_models() -> None:
     assert known is not None and known.round_seconds == pytest.approx(pause_s, rel=0.1)
     assert policy.report()["numbers"]["t_round_ms"] == pytest.approx(1e3 * pause_s, rel=0.1)
     assert policy.report()["method"] == "ssd"
-    assert [its.draft_len for its in decisions].count(0) == 3
+    assert [decision.draft_len for decision in decisions].count(0) == 3
 
 
 def test_what_a_proposal_is_worth_is_hoped_for_until_it_is_known() -> None:
@@ -421,8 +421,8 @@ def test_auto_uses_the_ranking_that_is_seen_to_find_more(
     measured = [report["numbers"][f"hit_rate_{its}"] for its in ("noise", "probability")]
     assert measured[0] - measured[1] == pytest.approx(noise - probability, abs=0.05)
     # Both are tried in the first rounds, and later one of them in few.
-    assert [its.ranking for its in decisions[:16]].count("auto") in range(6, 14)
-    late = [its.ranking for its in decisions[1500:]]
+    assert [decision.ranking for decision in decisions[:16]].count("auto") in range(6, 14)
+    late = [decision.ranking for decision in decisions[1500:]]
     assert min(late.count("auto"), len(late) - late.count("auto")) <= 0.04 * len(late)
     # The same measurements, the same decisions.
     assert _tried(rates, EITHER, (temperature,) * 4)[1] == decisions
@@ -449,10 +449,10 @@ def test_auto_uses_c_where_it_is_seen_to_be_faster(
     for factor, mean in tokens.items():
         speed = report["numbers"][f"tokens_per_s_downweight_{factor:g}"]
         assert speed == pytest.approx((mean + 0.5) / VERIFY_S, rel=0.1)
-    late = [its.downweight for its in decisions[2000:]]
+    late = [decision.downweight for decision in decisions[2000:]]
     assert late.count(used) >= 0.86 * len(late)
     # Where nothing is measured of it, it stays as it was.
-    assert len({its.downweight for its in decisions[:16] if its.branches}) == 1
+    assert len({decision.downweight for decision in decisions[:16] if decision.branches}) == 1
 
 
 def test_what_is_equal_does_not_flap() -> None:
@@ -482,7 +482,7 @@ def test_ranking_and_c_stay_where_they_are_given_or_change_nothing(
     rates = {"noise": 0.3, "probability": 0.7}
     policy, decisions = _tried(rates, EITHER, temperatures, rounds=200, **options)
     ranking = options.get("ranking", "auto")
-    assert {(its.ranking, its.downweight) for its in decisions} == {(ranking, 1.0)}
+    assert {(decision.ranking, decision.downweight) for decision in decisions} == {(ranking, 1.0)}
     assert not policy.report()["changes"]
 
 

@@ -133,10 +133,10 @@ def test_requests_that_never_fit_are_refused_and_the_others_take_turns() -> None
         with pytest.raises(ConfigError, match="need 42 key-value slots, max_tokens=40"):
             engine.add([1, 2], SamplingParams(36))
         requests = [engine.add([1, 2], SamplingParams(20)) for _ in range(4)]
-        while any(its.finish_reason is None for its in requests):
+        while any(request.finish_reason is None for request in requests):
             engine.step()
             assert engine.stats()["running"] <= 1
-        assert all(len(its.token_ids) == 20 for its in requests)
+        assert all(len(request.token_ids) == 20 for request in requests)
 
 
 def test_the_size_of_a_piece_is_checked() -> None:

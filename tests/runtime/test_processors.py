@@ -64,8 +64,8 @@ def test_penalties_applied_once_per_round_are_caught(monkeypatch: pytest.MonkeyP
     edit_rows = processors.edit_rows
 
     def wrong(logits, editors, texts, drafts):
-        once = [[*its] for its in texts]
-        return edit_rows(logits, editors, once, [_Blind(its) for its in drafts])
+        once = [[*text] for text in texts]
+        return edit_rows(logits, editors, once, [_Blind(draft) for draft in drafts])
 
     class _Blind(list):
         def __getitem__(self, index):
@@ -128,7 +128,7 @@ def test_ssd_equals_sd_with_penalties_on_any_lane(
     for method, lane in (("sd", "inline"), ("ssd", "inline"), ("ssd", "process")):
         with _engine(method=method, rule=rule, lane=lane) as engine:
             texts.append([its.token_ids for its in engine.generate([PROMPT] * 5, MIXED)])
-    assert all(its == texts[0] for its in texts)
+    assert all(text == texts[0] for text in texts)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -79,7 +79,7 @@ def test_draft_equal_to_target_is_accepted_round_after_round(
     assert stats["rounds"] >= rounds
     assert stats["accepted"] == stats["drafted"] > 0
     assert stats["hits"] + stats["misses"] == stats["rounds"] - 1
-    assert all(its.committed == 4 for its in output.rounds[1:-1])
+    assert all(round.committed == 4 for round in output.rounds[1:-1])
 
 
 def test_ids_one_model_does_not_have_are_harmless() -> None:

@@ -58,9 +58,11 @@ def _agree(output: Output, streamed: str, ids: list[int], reason: str) -> None:
     """Ids, text, stream, log-probabilities and counts say the same."""
     assert output.token_ids == ids and output.finish_reason == reason
     assert output.text == streamed == Letters().decode(ids)
-    assert [its.token for its in output.logprobs] == pytest.approx([0.0] * len(ids), abs=1e-6)
-    assert [next(iter(its.top)) for its in output.logprobs if its.top] in (ids, [])
-    assert output.metrics["tokens"] == sum(its.committed for its in output.rounds) == len(ids)
+    assert [logprob.token for logprob in output.logprobs] == pytest.approx(
+        [0.0] * len(ids), abs=1e-6
+    )
+    assert [next(iter(logprob.top)) for logprob in output.logprobs if logprob.top] in (ids, [])
+    assert output.metrics["tokens"] == sum(round.committed for round in output.rounds) == len(ids)
     assert output.usage["completion_tokens"] == len(ids)
 
 
@@ -100,9 +102,11 @@ def test_a_stop_at_each_offset_of_an_accepted_run(kind: str, offset: int) -> Non
         streamed = "".join(engine.stream("bc", params))
     assert output.token_ids == ids and output.finish_reason == reason
     assert output.text == streamed == text
-    assert [its.token for its in output.logprobs] == pytest.approx([0.0] * len(ids), abs=1e-6)
+    assert [logprob.token for logprob in output.logprobs] == pytest.approx(
+        [0.0] * len(ids), abs=1e-6
+    )
     assert stats["tokens"] == output.metrics["tokens"] == len(ids)
-    assert sum(its.committed for its in output.rounds) == len(ids)
+    assert sum(round.committed for round in output.rounds) == len(ids)
 
 
 @pytest.mark.parametrize("spare", range(K + 3))

@@ -147,11 +147,11 @@ def check(events: list[Any], options: dict[str, Any], sizes: dict[str, int], see
             assert request.token_ids == text
             stopped = bool(text) and text[-1] in params.stop_token_ids
             assert request.finish_reason == ("stop" if stopped else "length")
-        assert sum(its.committed for its in request.rounds) == len(request.token_ids)
+        assert sum(round.committed for round in request.rounds) == len(request.token_ids)
         counts = request.counts
         assert counts.accepted <= counts.drafted and counts.rounds == len(request.rounds)
         assert counts.hits + counts.misses == sum(
-            its.source in ("hit", "miss") for its in request.rounds
+            round.source in ("hit", "miss") for round in request.rounds
         )
     for name in ("tokens", "rounds", "drafted", "accepted", "hits", "misses"):
         assert stats[name] == sum(getattr(its.counts, name) for _, its in requests)

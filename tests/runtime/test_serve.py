@@ -118,9 +118,9 @@ def test_completions_in_one_piece(served: Served) -> None:
     both = served.client.completions.create(
         model="letters", prompt=["abc", "de"], max_tokens=5, temperature=0, n=2
     )
-    assert [its.index for its in both.choices] == [0, 1, 2, 3]
+    assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
     wanted = [alone(prompt, max_new_tokens=5) for prompt in ("abc", "de")]
-    assert [its.text for its in both.choices] == [wanted[0]] * 2 + [wanted[1]] * 2
+    assert [choice.text for choice in both.choices] == [wanted[0]] * 2 + [wanted[1]] * 2
     ids = served.client.completions.create(model="letters", prompt=[0, 1, 2], temperature=0)
     assert ids.choices[0].text == alone("abc", max_new_tokens=16)
 
@@ -158,7 +158,7 @@ def test_chat_whole_and_streamed(served: Served) -> None:
     assert all(its.top_logprobs[0].token == its.token for its in content)
     pieces = list(served.client.chat.completions.create(**options, max_tokens=8, stream=True, n=2))
     for index in (0, 1):
-        mine = [its.choices[0] for its in pieces if its.choices[0].index == index]
+        mine = [piece.choices[0] for piece in pieces if piece.choices[0].index == index]
         assert mine[0].delta.role == "assistant" and mine[-1].finish_reason == "length"
         assert "".join(its.delta.content or "" for its in mine) == message.content
 

@@ -169,8 +169,8 @@ def test_penalties_masks_and_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
         found = engine.generate(PROMPTS[:2], params)
     for one, other in zip(found, expected, strict=True):
         assert one.token_ids == other.token_ids
-        assert [its.top.keys() for its in one.logprobs] == [
-            its.top.keys() for its in other.logprobs
+        assert [logprob.top.keys() for logprob in one.logprobs] == [
+            logprob.top.keys() for logprob in other.logprobs
         ]
     assert not machine.races, machine.races[:5]
 

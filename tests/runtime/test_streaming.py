@@ -48,13 +48,13 @@ def test_streams_of_one_loop_share_their_rounds() -> None:
     params = [SamplingParams(20 + 10 * index) for index in range(5)]
 
     async def main(engine: Engine) -> list[str]:
-        return await asyncio.gather(*(_text(engine, its) for its in params))
+        return await asyncio.gather(*(_text(engine, param) for param in params))
 
     with _engine() as engine:
         texts = _run(main(engine))
-        spans = [its for its in engine.timeline.spans if its.name == "verify"]
+        spans = [span for span in engine.timeline.spans if span.name == "verify"]
     wanted = _wanted(60)
-    assert texts == [wanted[: its.max_new_tokens] for its in params]
+    assert texts == [wanted[: param.max_new_tokens] for param in params]
     assert len(spans) < 60  # the longest alone takes about 20
 
 
@@ -176,8 +176,8 @@ def test_cancelled_amid_a_round_ends_after_it() -> None:
         requests[0] = engine.add([1, 2], SamplingParams(50, logits_processor=cancels))
         for _ in range(12):
             engine.step()
-        assert [its.finish_reason for its in requests] == ["cancelled"] * 2
-        assert all(9 <= len(its.token_ids) < 20 for its in requests)
+        assert [request.finish_reason for request in requests] == ["cancelled"] * 2
+        assert all(9 <= len(request.token_ids) < 20 for request in requests)
 
 
 def test_an_engine_that_was_forgotten_is_freed_without_a_collection() -> None:
