@@ -160,7 +160,7 @@ class _Server:
 
     def _leave(self, asked: list[engine_requests.Request]) -> None:
         for request in asked:
-            if request.finish_reason is None:
+            if request.finish_reason in (None, "cancelled"):
                 self.limits.counts["cancelled"] += 1
             self.limits.counts["failed"] += request.finish_reason == "error"
             self.engine.cancel(request)
