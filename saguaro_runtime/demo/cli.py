@@ -17,7 +17,7 @@ from ..cli import add_engine_options, add_sampling_options
 from ..cli.doctor import faster_dtype
 from ..cli.generate import encode
 from ..compare import Comparison, compare_texts
-from ..config import EngineConfig
+from ..config import EngineConfig, check_number
 from ..devices import places
 from ..engine import Engine
 from ..ngram import NGRAM
@@ -55,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    check_number("max_new_tokens", args.max_new_tokens, 1, 2**63 - 1, whole=True)
     params = SamplingParams(args.max_new_tokens, args.temperature, seed=args.seed)
     variants = plan(args, cores=os.cpu_count() or 1)
     paths = _paths(args)

@@ -232,6 +232,8 @@ def test_wrong_options_are_refused_before_anything_is_fetched(
     monkeypatch.setattr("saguaro_runtime.demo.model.load_pair", lambda: pytest.fail("fetched"))
     assert cli.main(["demo", "--k", "0"]) == 1
     assert "k: got 0, want an integer in 1..64" in capsys.readouterr().err
+    assert cli.main(["demo", "--max-new-tokens", "0"]) == 1
+    assert "max_new_tokens: got 0, want an integer in 1.." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", [[], ["--target", "t"]])
