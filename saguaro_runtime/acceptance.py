@@ -6,7 +6,7 @@
 q and H (its entropy) are those of the draft's row at temperature 1 for greedy requests, at their
 own otherwise. Beside it a histogram of accepted lengths and the exponent r of the miss probability
 of F candidates, F^-r, for the fan-out of arXiv 2603.03251, Theorem 12. All of it ranks branches and
-does nothing else, so it may be as wrong as it likes.
+does nothing else, so errors in it cost hits and never change the text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .chains import Buffers
 from .transfer import CPU
 
 GREEDY, COOL, HOT, PROPOSED = range(4)
-"""Kinds of chains: temperature 0, below and from 1/2 on, and drafts that nobody drew."""
+"""Kinds of chains: temperature 0, below 1/2, from 1/2 on; and deterministic proposals."""
 KINDS = 4
 _PRIOR_R = 0.5
 
@@ -32,7 +32,7 @@ class AcceptanceModel:
         self, rows: int, draft_len: int, *, rate: float = 0.3, device: torch.device = CPU
     ) -> None:
         self.weights = torch.zeros(KINDS, 3 + draft_len, dtype=torch.float64, device=device)
-        # The first guess: a token is kept about as often as the draft believes in it.
+        # The first guess: acceptance grows with the draft's own probability of the token.
         self.weights[:, 0], self.weights[:, 1] = 1.0, 0.7
         self._squares = torch.full_like(self.weights, 1.0)
         self._rate = rate

@@ -17,9 +17,9 @@ from .transfer import CPU, Mailbox
 class Branches:
     """Branches of all rows, at most `count` each, in buffers of fixed size.
 
-    They lie on the draft's device, and so do the turns, unless it says otherwise. Which outcomes
-    they answer is known to the host, where the cache is: on a GPU a copy goes there while the
-    branches are still being drafted.
+    They lie on the draft's device, and so do the turns unless a docstring says otherwise. The cache
+    of the outcomes that they answer is on the host: on a GPU the outcomes are copied there while
+    the branches are still being drafted.
     """
 
     def __init__(self, drafter: Drafter, rows: int, count: int, allocation: str) -> None:
@@ -44,12 +44,12 @@ class Branches:
         self._keys = Buffers(rows, CPU)
 
     def forget(self, row: int) -> None:
-        """What was drafted for the row's last request is nothing to the next."""
+        """The row has a new request: its branches are for nothing now."""
         self._base[row] = -1
 
     def lookup(self, turn: Turn) -> torch.Tensor:
-        """The branch that answers each row's outcome, PAD where none does: [B] int32; all of it
-        on the host."""
+        """The branch that answers each row's outcome, PAD where none does: [B] int32. The turn and
+        the result are on the host."""
         if self._unfiled is not None:
             self._file(self._unfiled, *self._outcomes.take())
             self._unfiled = None
@@ -70,7 +70,7 @@ class Branches:
         self.predictor.learn(turn, self.drafter.chain, branch)
 
     def promote(self, turn: Turn, branch: torch.Tensor) -> None:
-        """Make branch [B] the chain of each row, with all keys but its last token's."""
+        """Make branch [B] the chain of each row; only the key of its last token is missing then."""
         drafter, rows, base = self.drafter, turn.rows, turn.base
         draft_len, branches = self._shape
         with drafter.timeline.span("promote"):
@@ -89,7 +89,7 @@ class Branches:
         drafter.fed[rows] = base - 1 + draft_len
 
     def replay(self, turn: Turn) -> torch.Tensor:
-        """Copy the likeliest branch of the accepted length to the chain; how many drafts it has.
+        """Copy the likeliest branch of the accepted length to the chain; its number of drafts [B].
 
         Its noise is that of the coming round. A branch of another length holds another round's,
         which would bias the text.
@@ -104,7 +104,7 @@ class Branches:
 
     def draft(self, turn: Turn, on_host: Turn) -> None:
         """Draft ahead for the chains of the turn, step by step and without waiting for a value.
-        `on_host`: the same turn, there."""
+        `on_host`: the same turn with its tensors on the host."""
         drafter, rows, decision = self.drafter, turn.rows, turn.decision
         draft_len, branches, buffers = decision.draft_len, decision.branches, drafter.buffers
         trunk_len = torch.sub(turn.base, 1, out=buffers("trunk", torch.int32, len(rows)))

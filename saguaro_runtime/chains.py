@@ -33,9 +33,9 @@ def allocate_on(device: torch.device) -> Allocate:
 
 
 class Buffers:
-    """Memory for what every round makes anew, by name; made for all `rows` at once, and kept.
+    """Memory that every round reuses, by name; allocated for all `rows` at once and kept.
 
-    What a name was asked for is good until it is asked for again.
+    A buffer is valid until its name is asked for again.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class Buffers:
         self._views: dict[tuple[str | int, ...], torch.Tensor] = {}
 
     def __call__(self, name: str, dtype: torch.dtype, batch: int, *shape: int) -> torch.Tensor:
-        """[batch, ...], contiguous; zeros at first, then what was left there."""
+        """[batch, ...], contiguous; zeros at first, later what was left in it."""
         key: tuple[str | int, ...] = (name, batch, *shape)
         view = self._views.get(key)
         if view is None:
@@ -64,7 +64,7 @@ class Buffers:
 
 
 class Drafts:
-    """Room for one draft of each of some chains, [*shape], as they are drawn and stored."""
+    """Buffers for one draft of each of some chains, [*shape], in the layout of a ChainStore."""
 
     def __init__(self, buffers: Buffers, *shape: int) -> None:
         store = ChainStore
@@ -85,7 +85,7 @@ class ChainStore:
 
     tokens, logq, lse, cutoff, cutoff_id, scale_logit, scale_id [..., K]; logits [..., K + 1, V],
     whose row K is what the draft predicts after the whole chain; num_draft, downweight and one_hot
-    (tokens that no distribution was drawn from) [...].
+    (the tokens are a deterministic proposal) [...].
 
     vocab_map: the column of each of the target's ids in `logits`, see `Draft`; None where they are
     the same. Tokens are the target's ids.
@@ -153,8 +153,8 @@ class ChainStore:
         """The chains of `rows` as `verify` takes them; rows of the vocabulary's size stay where
         they are.
 
-        On a CPU as wide as the longest. On a GPU as wide as any may be, `most`, and with all that
-        any may need: what they do need cannot be read without waiting.
+        On a CPU as wide as the longest chain. On a GPU as wide as any may be, `most`, and with all
+        optional fields: which of them are needed cannot be read without waiting.
         """
         num_draft = self.num_draft[rows]
         known = rows.device.type == "cpu"

@@ -1,7 +1,7 @@
 """Chains drafted one token after another, and the keys a draft model holds of each row.
 
-Turns come with their tensors on the model's device, unless it says otherwise. On a GPU nothing here
-reads a value back, except where keys of undrafted rounds are made up for.
+Turns have their tensors on the model's device unless a docstring says otherwise. On a GPU nothing
+here reads a value back, except `catch_up`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from saguaro_kernels import Stream, saguaro_sample, sample_workspace_size
-from saguaro_kernels._launch import Impl
+from saguaro_kernels import Impl, Stream, saguaro_sample, sample_workspace_size
 
 from .chains import Allocate, Buffers, ChainStore, Drafts, vocab_map_of
 from .history import History
@@ -33,11 +32,11 @@ class Drafter:
 
     Attributes:
         chain: what is verified next.
-        fed: [rows] int64, keys each row holds of its text and the chain behind it.
-        behind: some row lacks keys of its text, as nothing was drafted for a while.
-        broken: on a CPU, rows of logits since it was read last that were NaN or all -inf.
+        fed: [rows] int64, tokens of each row's text and chain that have been fed to the model.
+        behind: some row's text has not been fed in full, as rounds drafted nothing.
+        broken: on a CPU, rows of logits that were NaN or all -inf, since it was last read.
         ids: [V] int64, the target's ids that the logits' columns stand for; None for all of them.
-        last_id: the last id that the model can read.
+        last_id: the largest id that the model can read.
     """
 
     def __init__(
@@ -71,11 +70,11 @@ class Drafter:
         self.broken = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.buffers = Buffers(rows, self.device)
         self._taken: dict[int, int] = {}
-        """Tokens whose keys each row had when its text was taken in last."""
+        """Tokens each row had been fed when its text was last prefilled."""
         self._held: set[int] = set()
 
     def admit(self, new: Admission, scratch_slots: int) -> None:
-        """Take in the text of a new row, all but the last token, or what a row's has become."""
+        """Prefill the text of a row, all but its last token; of a row already held, what is new."""
         row, text = new.row, new.prompt
         if row not in self._held:
             self.table.set(row, new.params)
@@ -84,7 +83,7 @@ class Drafter:
             self.fed[row] = self._taken[row] = 0
         fed = self._taken[row]
         if self.on_host:
-            # Keys behind the text as it was are of drafts whose fate is not known.
+            # Keys after the known text are of drafts that may have been rejected.
             fed = min(int(self.fed[row]), int(self.history.length[row]))
         self.history.admit(row, text, new.slots + self.draft_len + 1)
         self.chain.num_draft[row] = 0
@@ -99,13 +98,13 @@ class Drafter:
             self.table.clear(row)
 
     def commit(self, turn: Turn) -> None:
-        """Take what the last round committed; the keys behind it are of refused drafts."""
+        """Take what the last round committed; keys after it are of rejected drafts."""
         self.history.commit(turn)
         self.fed[turn.rows] = torch.minimum(self.fed[turn.rows], turn.base - 1)
 
     def redraft(self, turn: Turn, length: torch.Tensor) -> None:
-        """Draft chains token by token; rows leave as their length [B] is reached. Turn and lengths
-        are the host's."""
+        """Draft chains token by token, each row up to its length [B]. Turn and lengths are on the
+        host."""
         most = int(length.max()) if len(length) else 0
         if most:
             self.catch_up(turn)
@@ -116,21 +115,21 @@ class Drafter:
         self.chain.downweight[rows] = turn.decision.downweight
         for step in range(most):
             going = (length > step).nonzero()[:, 0]
-            where, its, base = send(self.device, going, turn.rows[going], turn.base[going])
-            with self.timeline.span("draft_step", len(its)):
-                logits = self.feed(its, tokens[where, None], base - 1 + step)[:, 0]
-                draws = self.prepare(its, base, turn.decision)
-                drawn = self.draw(draws, logits, step, self.chain, (its,))
-            self.chain.logits[its, step] = logits
+            where, active, base = send(self.device, going, turn.rows[going], turn.base[going])
+            with self.timeline.span("draft_step", len(active)):
+                logits = self.feed(active, tokens[where, None], base - 1 + step)[:, 0]
+                draws = self.prepare(active, base, turn.decision)
+                drawn = self.draw(draws, logits, step, self.chain, (active,))
+            self.chain.logits[active, step] = logits
             tokens = tokens.index_copy(0, where, drawn)
         self.history.add_chain(rows, there.base, self.chain)
         fed = there.base - 1 + self.chain.num_draft[rows]
         self.fed[rows] = torch.maximum(self.fed[rows], fed)
 
     def propose(self, turn: Turn, count: torch.Tensor) -> None:
-        """Make the first `count` [B] tokens of the chains a proposal that nobody drew."""
+        """Make the first `count` [B] tokens of the chains a deterministic proposal (one-hot)."""
         rows, chain = turn.rows, self.chain
-        # Where it leaves the draft's vocabulary it ends: a rule about the text alone.
+        # It ends before an id that the draft cannot read: a rule about the tokens alone.
         legal = (chain.tokens[rows] <= self.last_id).to(torch.int32).cumprod(1).sum(1)
         chain.num_draft[rows] = torch.minimum(count, legal).to(torch.int32)
         chain.one_hot[rows] = count > 0
@@ -138,9 +137,10 @@ class Drafter:
         self.history.add_chain(rows, turn.base, chain)
 
     def feed_last(self, turn: Turn) -> None:
-        """Feed the last token of chains that lack nothing else: its key, and the row behind it.
+        """Feed the last token of chains, all that is not fed yet: for its key and the row after it.
 
-        Left until the chain is on its way: nobody waits for it, and of all branches one needs it.
+        Done once the chain has been handed out: nothing waits for it, and of all branches only the
+        one that became the chain needs it.
         """
         chain, rows, buffers = self.chain, turn.rows, self.buffers
         count = buffers.gather("count", chain.num_draft, rows)
@@ -153,8 +153,8 @@ class Drafter:
         chain.logits.flatten(0, 1).index_copy_(0, behind, logits)
 
     def feed_chains(self, turn: Turn) -> None:
-        """Feed what is left of chains that nobody drew, for their keys and the row behind each
-        token; `catch_up` has been called."""
+        """Feed what is left of proposed chains, for their keys and the row after each token. Call
+        `catch_up` before."""
         rows, base = turn.rows, turn.base
         end = base + self.chain.num_draft[rows]
         if self.on_host:
@@ -164,7 +164,7 @@ class Drafter:
                 return
             width = int((end - self.fed[rows]).max())
         else:
-            # All rows and as much as any can lack; what stands behind their ends counts for nothing
+            # All rows, and as many columns as any may lack; those past a row's end are ignored.
             width = self.draft_len + 1
         start = self.fed[rows]
         with self.timeline.span("feed_chain"):
@@ -178,8 +178,8 @@ class Drafter:
         self.fed[rows] = end
 
     def catch_up(self, turn: Turn) -> None:
-        """Feed the text of rows whose keys were left behind in rounds that drafted nothing. The
-        turn is the host's; what the rows lack is read, so on a GPU this waits."""
+        """Feed the text that rows gained in rounds that drafted nothing. The turn is on the host.
+        What the rows lack is read from the device, so on a GPU this waits."""
         if not self.behind:
             return
         fed = self.fed[send(self.device, turn.rows)[0]].tolist()

@@ -1,4 +1,4 @@
-"""Which outcomes each row is expected to have, and what is learned when they are known."""
+"""Predicts the outcomes of each row's chain, and learns from them once they are known."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Predictor:
         return outcomes.depth, outcomes.tokens
 
     def learn(self, turn: Turn, chain: ChainStore, branch: torch.Tensor) -> None:
-        """Take the outcomes of the turn's rows, which `chain` had; branch [B]: the one that hit,
+        """Learn from the outcomes of `chain`, which the turn brings; branch [B]: the one that hit,
         PAD where none did."""
         if self.allocation == "uniform":
             return
@@ -112,7 +112,7 @@ class Predictor:
     def _describe(
         self, logits: torch.Tensor, drafted: torch.Tensor, temperature: torch.Tensor
     ) -> torch.Tensor:
-        """What the estimate of each draft's acceptance goes by. logits [B, K, V]."""
+        """The features of each draft for the acceptance model, [B, 3, K]. logits [B, K, V]."""
         buffers, shape = self._buffers, logits.shape
         greedy = torch.eq(temperature, 0, out=buffers("greedy", torch.bool, len(logits)))
         scale = torch.add(temperature, greedy, out=buffers("scale", torch.float32, len(logits)))
@@ -122,8 +122,8 @@ class Predictor:
         torch.log_softmax(scaled, -1, out=log_prob)
         logq = buffers("logq", torch.float32, *shape[:2])
         torch.gather(log_prob, -1, drafted[..., None], out=logq[..., None])
-        # What is less likely than numbers are small adds nothing to the entropy, and a broken row
-        # must not spoil the weights.
+        # Probabilities that underflow add nothing to the entropy, and a broken row must not spoil
+        # the weights.
         log_prob.clamp_(min=log_tiny(torch.float32))
         torch.exp(log_prob, out=scaled).mul_(log_prob)
         entropy = torch.sum(scaled, -1, out=buffers("entropy", torch.float32, *shape[:2])).neg_()

@@ -1,4 +1,4 @@
-"""Each row's text as the drafter knows it: what it may repeat, and what its keys can be made of."""
+"""Each row's text as the drafter knows it: the source of n-gram proposals and of tokens to feed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .transfer import CPU, send
 
 
 class History:
-    """Tokens of all rows by position; behind the text stand the drafts of the chain in use."""
+    """Tokens of all rows by position: the text, then the drafts of the chain in use."""
 
     def __init__(self, rows: int, draft_len: int, device: torch.device = CPU) -> None:
         self.tokens = torch.zeros(rows, 64, dtype=torch.int64, device=device)
@@ -31,15 +31,15 @@ class History:
         self.length[row] = len(prompt)
 
     def commit(self, turn: Turn) -> None:
-        """Take what the last round committed: accepted drafts, which stand there, and one token.
+        """Take what the last round committed: the accepted drafts, already in place, and one token.
 
-        A row that has sat the round out brings the same outcome again, which changes nothing.
+        A row that has sat a round out brings the same outcome again, which changes nothing.
         """
         self.tokens[turn.rows, turn.base - 1] = turn.last
         self.length[turn.rows] = turn.base
 
     def add_chain(self, rows: torch.Tensor, base: torch.Tensor, chain: ChainStore) -> None:
-        """Put the chains of `rows` behind their texts of `base` tokens."""
+        """Put the chains of `rows` after their texts of `base` tokens."""
         tokens = chain.tokens[rows]
         where = base[:, None] + self._steps[: tokens.shape[1]]
         self.tokens[rows[:, None], where.clamp(max=self.tokens.shape[1] - 1)] = tokens

@@ -2,8 +2,8 @@
 
 Good for code and for text that repeats what it was given. A proposal takes a fraction of a
 millisecond, so there is nothing to prepare while the target verifies: with it, method="ssd" is
-"sd". Nobody drew these tokens, so they are verified as one-hot: accepted with the target's own
-probability.
+"sd". The proposal is deterministic, so it is verified as one-hot: each token is accepted with the
+target's own probability of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .round import Admission, Reply, Turn
 from .transfer import CPU
 
 NGRAM = "ngram"
-"""Instead of a draft; a folder of that name is ./ngram."""
+"""Given instead of a draft model; a folder of that name is ./ngram."""
 
 
 class NgramDrafter:
@@ -38,7 +38,7 @@ class NgramDrafter:
         self.chain.downweight.fill_(1.0)
 
     def admit(self, admissions: list[Admission]) -> None:
-        """Take in the texts of rows."""
+        """Take the texts of rows."""
         for new in admissions:
             self.history.admit(new.row, new.prompt, new.slots + self.draft_len + 1)
 

@@ -19,8 +19,8 @@ from .transfer import CPU, send
 class Admission:
     """A request that joins: its row, its prompt, how it is sampled and the slots it may fill.
 
-    The prompt is what there is to take in, all but its last token: of a long one a longer piece
-    each time, and of a running request, for a draft that was started again, the text so far.
+    `prompt` without its last token is what is to be prefilled. A long prompt comes as prefixes of
+    growing length; to a draft that was started again, a running request comes with its whole text.
     """
 
     row: int
@@ -30,22 +30,22 @@ class Admission:
 
 
 class Chunk(NamedTuple):
-    """A request that joins and the end of its prompt that is new: what stands from `start` on."""
+    """A chunk of a prefill: of the admission's prompt, the tokens from `start` on are new."""
 
     admission: Admission
     start: int
 
 
 class Decision(NamedTuple):
-    """What the policy wants of one round. It may follow from what has been committed and from the
-    clock, never from random numbers still to be used.
+    """What the policy wants of one round. It may depend on committed tokens and on the clock, never
+    on random numbers still to be used, which would bias the text.
 
     Attributes:
         draft_len: most drafts of a chain; 0 drafts nothing.
         branches: outcomes to prepare; 0 prepares none.
         retry: tokens a missed row redrafts.
-        proposal: what a missed row gets where it redrafts nothing: "none", "ngram" or "replay".
-        sit_out: missed rows are redrafted while the others go on.
+        proposal: what a missed row gets if it is not redrafted: "none", "ngram" or "replay".
+        sit_out: missed rows skip a round, in which they are redrafted; the others go on.
         ranking: of the outcomes.
         downweight, scale_f: C, and how many of the draft's largest probabilities it scales.
     """
@@ -116,7 +116,7 @@ class Turn:
 
 
 BROKEN = "broken_rows"
-"""Name of spans that stand for rows of the draft's logits that are NaN or all -inf."""
+"""Name of spans of no length whose rows are rows of draft logits that are NaN or all -inf."""
 
 
 class Reply(NamedTuple):
@@ -161,7 +161,7 @@ class RowTable:
         self._count_filters()
 
     def _count_filters(self) -> None:
-        self._used = [any(its) for its in zip(*self._filters.values(), strict=True)] or [False] * 3
+        self._used = [any(on) for on in zip(*self._filters.values(), strict=True)] or [False] * 3
 
     def draws(self, rows: list[int]) -> bool:
         """Whether any of `rows` samples."""
