@@ -76,11 +76,11 @@ class SamplingParams:
         _require("stop", stop, "strings, none empty", all(isinstance(i, str) and i for i in stop))
         object.__setattr__(self, "stop", stop)
         for name in ("stop_token_ids", "allowed_token_ids"):
-            if (its := getattr(self, name)) is None and name == "allowed_token_ids":
+            if (ids := getattr(self, name)) is None and name == "allowed_token_ids":
                 continue
-            its = _items(name, its)
-            _require(name, its, "integers", all(isinstance(id, Integral) for id in its))
-            object.__setattr__(self, name, tuple(dict.fromkeys(map(int, its))))
+            ids = _items(name, ids)
+            _require(name, ids, "integers", all(isinstance(id, Integral) for id in ids))
+            object.__setattr__(self, name, tuple(dict.fromkeys(map(int, ids))))
         allowed = self.allowed_token_ids
         _require("allowed_token_ids", allowed, "at least one id", allowed is None or bool(allowed))
         most = self.max_new_tokens
@@ -97,8 +97,8 @@ class SamplingParams:
             ("min_p", 0, 1, False, False),
             ("logprobs", 0, 1024, True, False),
         ):
-            if (its := getattr(self, name)) is not None:
-                check_number(name, its, low, high, whole=whole, above=above)
+            if (value := getattr(self, name)) is not None:
+                check_number(name, value, low, high, whole=whole, above=above)
         call, ignore = self.logits_processor, self.ignore_eos
         _require("logits_processor", call, "a callable", call is None or callable(call))
         _require("ignore_eos", ignore, "True or False", isinstance(ignore, bool))

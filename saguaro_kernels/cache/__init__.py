@@ -130,7 +130,8 @@ class SpeculationCache:
         }
         if out is None:
             made = (
-                torch.empty(*its, dtype=dtype, device=uid.device) for its, dtype in fields.values()
+                torch.empty(*shape, dtype=dtype, device=uid.device)
+                for shape, dtype in fields.values()
             )
             out = Lookup(*made)
         else:

@@ -86,14 +86,14 @@ def run(args: argparse.Namespace) -> int:
 def bind(host: str, port: int) -> socket.socket:
     """A socket at this address, which does not listen yet."""
     try:
-        its = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        its.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        its.bind((host, port))
+        bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
     except (OSError, OverflowError) as error:
         from saguaro_kernels.errors import ConfigError
 
         raise ConfigError(f"--host {host}, --port {port}: {error}") from error
-    return its
+    return bound
 
 
 def read_key(given: str | None) -> str | None:

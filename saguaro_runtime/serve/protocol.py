@@ -150,7 +150,7 @@ class ChatBody(Body):
         for message in self.messages:
             content = message.get("content")
             if isinstance(content, list):
-                texts = [its.get("text") for its in content if _is_text(its)]
+                texts = [part.get("text") for part in content if _is_text(part)]
                 if len(texts) < len(content):
                     raise UnsupportedError("messages: got parts that are not text, want text")
                 content = "".join(texts)
