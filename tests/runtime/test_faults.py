@@ -342,9 +342,10 @@ INTERRUPTED = [
 ]
 
 
+@pytest.mark.parametrize("first", [1, 2, 3])
 @pytest.mark.parametrize(("owner", "method"), INTERRUPTED)
 def test_ctrl_c_in_a_round_leaves_texts_and_rows(
-    owner: Any, method: str, monkeypatch: pytest.MonkeyPatch
+    owner: Any, method: str, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever steps again gets the same texts. Only a request that is being prefilled may end, and
     says so."""
@@ -355,7 +356,7 @@ def test_ctrl_c_in_a_round_leaves_texts_and_rows(
     calls, original = itertools.count(1), getattr(owner, method)
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
-        if next(calls) in (2, 4):
+        if next(calls) in (first, first + 3):
             raise KeyboardInterrupt
         return original(*args, **kwargs)
 
@@ -368,12 +369,11 @@ def test_ctrl_c_in_a_round_leaves_texts_and_rows(
                 engine.step()
             except KeyboardInterrupt:
                 interrupts += 1
-            assert interrupts < 3
         engine.step()
         load = engine.scheduler.load()
         assert engine.model.held == engine.lane.speculator.model.held == set()
         assert engine.lane.off is None
-    assert interrupts == 2 and not any(load[name] for name in ("running", "waiting", "slots_used"))
+    assert interrupts and not any(load[name] for name in ("running", "waiting", "slots_used"))
     for request, text in zip(requests, texts, strict=True):
         if request.finish_reason == "error":
             assert request.error.startswith("KeyboardInterrupt")
@@ -382,19 +382,37 @@ def test_ctrl_c_in_a_round_leaves_texts_and_rows(
             assert request.token_ids == text
 
 
-def test_after_ctrl_c_answers_and_turns_are_matched_again(
-    wanted: list[int], monkeypatch: pytest.MonkeyPatch
+def test_rows_are_released_when_a_round_raises_after_their_last_token(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """While the engine waits for a draft process, which answers all the same."""
+    def fails(*_: object) -> None:
+        raise RuntimeError("observe failed")
+
+    monkeypatch.setattr(Policy, "observe", fails)
+    with scripts.engine(scripts.model(P), scripts.model(Q)) as engine:
+        request = engine.add([1, 2], SamplingParams(1))
+        with pytest.raises(RuntimeError, match="observe failed"):
+            engine.step()
+        assert request.finish_reason == "length"
+        assert engine.model.held == engine.lane.speculator.model.held == set()
+
+
+@pytest.mark.parametrize("at", ["send", "receive"])
+def test_after_ctrl_c_answers_and_turns_are_matched_again(
+    wanted: list[int], at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a turn has been sent or an answer come: the draft process knows nothing of it."""
     faulty.local_children(monkeypatch)
-
-    def interrupted(timeout_s: float) -> None:
-        raise KeyboardInterrupt
-
     with scripts.engine(scripts.model(P), scripts.model(Q), lane="process") as engine:
         request = _steps(engine, 4)
+        original = getattr(engine.lane._child, at)
+
+        def interrupted(*arguments: Any) -> None:
+            original(*arguments)
+            raise KeyboardInterrupt
+
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(engine.lane, "_answer", interrupted)
+            patched.setattr(engine.lane._child, at, interrupted)
             engine.step()
         assert _finish(engine, request) == wanted
     assert [its.source for its in request.rounds[-8:]].count("hit") > 3
