@@ -69,7 +69,8 @@ def chain_speculative_sampling(
         "draft_token_ids", draft_token_ids, (None, None), (torch.int32, torch.int64), device
     )
     num_requests, num_steps = draft_token_ids.shape
-    check_tensor("draft_probs", draft_probs, (num_requests, num_steps, None), FLOATS, device)
+    shape = (num_requests, num_steps, None)
+    check_tensor("draft_probs", draft_probs, shape, FLOATS, device, contiguous_last=True)
     check_sizes("draft_probs", draft_probs, V=draft_probs.shape[-1])
     shape = (num_requests, num_steps + 1, draft_probs.shape[-1])
     check_tensor("target_probs", target_probs, shape, FLOATS, device, contiguous_last=True)
@@ -181,7 +182,8 @@ def rejection_sample(
     ones = torch.ones(num_requests, dtype=torch.float32, device=device)
     logq = None
     if draft_probs is not None:
-        check_tensor("draft_probs", draft_probs, (num_rows, None), FLOATS, device)
+        shape = (num_rows, None)
+        check_tensor("draft_probs", draft_probs, shape, FLOATS, device, contiguous_last=True)
         flat = draft_token_ids.to(torch.int64)
         logq = _log_of_token(draft_probs, flat) - draft_probs.sum(-1, dtype=torch.float32).log()
         logq = logq[row_index[:, :max_spec_len]]

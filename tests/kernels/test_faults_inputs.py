@@ -820,9 +820,13 @@ def test_what_rejection_sample_refuses(impl: str) -> None:
         ({"temperature": two}, DTypeError, "temperature"),
         ({"temperature": torch.ones(3)}, ShapeError, "temperature"),
         ({"num_draft_tokens": [2, 3], "max_spec_len": 3}, ShapeError, "draft_token_ids"),
+        ({"draft_probs": torch.ones(V, 4).t()}, ShapeError, "draft_probs"),
     ):
         with pytest.raises(error, match=match):
             op(impl, **changed)
+    probs = torch.ones(B, V, K).transpose(1, 2)
+    with pytest.raises(ShapeError, match="draft_probs"):
+        ops()["chain_speculative_sampling"](impl, draft_probs=probs)
     bonus = torch.tensor([2**31 - 1, -7])
     output = op(impl, bonus_token_ids=bonus, draft_probs=None, target_logits=torch.eye(V)[3:7] * 99)
     assert output.tolist() == [[3, 4, 2**31 - 1], [5, 6, -7]]  # as given
