@@ -98,7 +98,7 @@ def test_an_engine_on_a_gpu_that_is_not_there(
             for model in models.values():
                 machine.place(model, "cuda:0")
             if own:
-                models[own] = TransformersModel(models[own], rows=2, tokens=768, impl="reference")
+                models[own] = TransformersModel(models[own], rows=2, tokens=768)
             with scripts.engine(
                 *models.values(), lane="stream", impl="auto", attention="flash", **options
             ) as engine:
@@ -107,6 +107,7 @@ def test_an_engine_on_a_gpu_that_is_not_there(
             machine.sweep()
         calls[own] = Counter(CALLS)
         assert stats["speculation"] == "on" and stats["hits"] > 0
+        assert all(side["captured"] for side in stats["cuda_graphs"].values())
         assert found == expected
         assert not machine.races, machine.races[:5]
     assert {shape[1] for shape in calls[""]} >= {1, 3, 19}  # draft tokens, verifications, a prompt
