@@ -196,8 +196,8 @@ def _check(
             raise ConfigError(f"draft.{name}: got it without {missing[0]}, want both or neither")
     check("draft.row_index", draft.row_index, per_draft, torch.int64)
     if draft.sampling is not None:
-        its = draft.sampling.temperature
-        check("draft.sampling.temperature", its, per_request, torch.float32)
+        temperature = draft.sampling.temperature
+        check("draft.sampling.temperature", temperature, per_request, torch.float32)
     if draft.logits is None:
         return
     flat = draft.row_index is not None
@@ -217,7 +217,7 @@ def _check(
             "or logits=None for one-hot drafts"
         )
     filters = draft.sampling.top_k, draft.sampling.top_p, draft.sampling.min_p
-    if draft.cutoff is None and any(its is not None for its in filters):
+    if draft.cutoff is None and any(part is not None for part in filters):
         raise ConfigError(
             "draft.cutoff: got None with a filter in draft.sampling, want the cutoff and cutoff_id "
             "that saguaro_sample returned: they say which ids the draft was drawn from"
