@@ -69,11 +69,12 @@ def chain_speculative_sampling(
         "draft_token_ids", draft_token_ids, (None, None), (torch.int32, torch.int64), device
     )
     num_requests, num_steps = draft_token_ids.shape
-    shape = (num_requests, num_steps, None)
-    check_tensor("draft_probs", draft_probs, shape, FLOATS, device, contiguous_last=True)
-    check_sizes("draft_probs", draft_probs, V=draft_probs.shape[-1])
-    shape = (num_requests, num_steps + 1, draft_probs.shape[-1])
-    check_tensor("target_probs", target_probs, shape, FLOATS, device, contiguous_last=True)
+    draft_shape = (num_requests, num_steps, None)
+    check_tensor("draft_probs", draft_probs, draft_shape, FLOATS, device, contiguous_last=True)
+    vocab = draft_probs.shape[-1]
+    check_sizes("draft_probs", draft_probs, V=vocab)
+    target_shape = (num_requests, num_steps + 1, vocab)
+    check_tensor("target_probs", target_probs, target_shape, FLOATS, device, contiguous_last=True)
     tokens = draft_token_ids.to(torch.int64)
     num_draft = torch.full((num_requests,), num_steps, dtype=torch.int32, device=device)
     accepted, emitted = (

@@ -21,7 +21,7 @@ from bench.systems import SYSTEM
 
 SMALL = {
     "row_stats": {"R": 2, "V": 4096, "T": 1.0},
-    "saguaro_sample": {"R": 2, "V": 4096, "T": 0.7, "F": 4},
+    "saguaro_sample": {"R": 2, "V": 8192, "T": 0.7, "F": 4},
     "verify.token": {"B": 1, "K": 2, "V": 4096, "T": 1.0, "rule": "token"},
     "verify.block": {"B": 1, "K": 2, "V": 4096, "T": 1.0, "rule": "block"},
     "verify.block-close": {"B": 1, "K": 2, "V": 4096, "T": 1.0, "rule": "block", "inputs": "close"},
