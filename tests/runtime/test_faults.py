@@ -746,9 +746,11 @@ def test_broken_rows_end_the_text_where_they_stand_and_no_sooner(method: str) ->
 
 def test_the_sign_of_life_ends_before_its_process_does() -> None:
     """A thread inside torch at the interpreter's end aborts the process."""
-    before, beat = threading.active_count(), torch.zeros(1, dtype=torch.float64)
+    before, beat = set(threading.enumerate()), torch.zeros(1, dtype=torch.float64)
     with showing_life(beat):
-        while (first := beat.item()) == 0 or beat.item() == first:
-            time.sleep(0.01)
-        assert threading.active_count() == before + 1
-    assert threading.active_count() == before
+        (thread,) = set(threading.enumerate()) - before
+        for _ in range(2):
+            last = beat.item()
+            while beat.item() == last:
+                time.sleep(0.01)
+    assert not thread.is_alive()
