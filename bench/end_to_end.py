@@ -320,10 +320,10 @@ def repeated(rows: Sequence[Row], before: Sequence[Row]) -> str:
 def changed(found: dict[str, Any], before: dict[str, Any]) -> str:
     """What another run was made with, where that is not what this one is made with."""
     lines = [
-        f"{name}: {before.get(part, {}).get(name)} then, {its} now"
+        f"{name}: {before.get(part, {}).get(name)} then, {found[part].get(name)} now"
         for part in ("machine", "versions", "settings")
-        for name, its in found[part].items()
-        if name != "date" and before.get(part, {}).get(name) != its
+        for name in found[part] | before.get(part, {})
+        if name != "date" and before.get(part, {}).get(name) != found[part].get(name)
     ]
     return "\n".join(["the other run differs in", *lines] if lines else ["of the same commit"])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import tempfile
 from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,9 +22,8 @@ def output(name: str) -> Path:
         if path.exists() and not os.access(path, os.W_OK):
             raise PermissionError(f"{name} is read-only")
         if path.is_file() or not path.exists():
-            part = _part(path)
-            part.touch()
-            part.unlink()
+            with tempfile.TemporaryFile(dir=_part(path).parent):
+                pass
     except OSError as error:
         raise ArgumentTypeError(f"{name} cannot be written: {error}") from error
     return path
@@ -61,4 +61,4 @@ def write_json(path: Path, data: Any) -> None:
 def _part(path: Path) -> Path:
     # Beside the file that a link leads to: only there it takes its place in one step.
     its = path.resolve()
-    return its.with_name(f"{its.name}.part")
+    return its.with_name(f"{its.name}.{os.getpid()}.part")

@@ -240,6 +240,8 @@ def _kernel(case: Case, shape: Shape, left: float) -> Found:
         return Found(row)
     for result in timed:
         if result.provider == "ours":
+            if result.note:
+                row.verdict, row.failed = f"{row.verdict}; not timed, {result.note}", True
             row.p50_us, row.launches = result.p50_us, result.launches
             row.percent_of_roof = result.percent_of_roof
         else:
@@ -299,7 +301,7 @@ def work(options: argparse.Namespace, first: int, began: float, device: str) -> 
             print(f"{left:5.0f} s left  {task.name} {task.shape}", file=sys.stderr, flush=True)
         found = perform(task, left)
         yield number, found
-        if found.check.failed and _lost(device):
+        if (found.check.failed or any(r.note for r in found.results)) and _lost(device):
             return
 
 

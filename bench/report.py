@@ -123,7 +123,8 @@ def time_table(results: Sequence[Result], roof: float, floor_us: float) -> str:
         f"{_shapes(results)}\n"
         "ours: this package's kernels. torch: their reference in plain torch.\n"
         "Timed: one call, in graph replays over rotated inputs, providers in turn; percentiles. "
-        "Counted: launches.\nGB/s is the least that any implementation moves, over p50. Measured "
+        "Counted: launches.\nWhat cannot be captured is timed call by call, the host's time "
+        "included. GB/s is the least that any implementation moves, over p50. Measured "
         f"roof {roof / 1e9:.0f} GB/s (copy); an empty launch takes {floor_us:.1f} us."
     )
     return "\n".join([table(headers, rows), *notes, footer])

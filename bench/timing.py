@@ -7,6 +7,7 @@ them there; providers take turns, so that a clock that drifts drifts for all.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -32,9 +33,11 @@ def syncs(run: Run) -> bool:
 
 def capture(runs: Sequence[Run]) -> tuple[Run, int]:
     """One graph of all `runs` in turn, and how many they are; where they sync with the host or
-    cannot be captured, the first alone."""
+    cannot be captured, one of them at a time."""
+    turns = itertools.cycle(runs)  # none is read again from a cache
+    one = lambda: next(turns)()  # noqa: E731
     if syncs(runs[0]):
-        return runs[0], 1
+        return one, 1
 
     def loop() -> None:
         for run in runs:
@@ -47,11 +50,12 @@ def capture(runs: Sequence[Run]) -> tuple[Run, int]:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        # A capture that fails leaves its own stream the current one.
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
             loop()
     except RuntimeError:
         torch.cuda.synchronize()
-        return runs[0], 1
+        return one, 1
     return graph.replay, len(runs)
 
 

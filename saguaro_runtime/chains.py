@@ -48,14 +48,20 @@ class Buffers:
         key: tuple[str | int, ...] = (name, batch, *shape)
         view = self._views.get(key)
         if view is None:
-            size, held = math.prod(shape), self._held.get(name)
-            if held is None or held.numel() < self._rows * size:
-                held = torch.zeros(self._rows * size, dtype=dtype, device=self._device)
-                self._held[name] = held
-                self._views.clear()  # which frees what it was too small for
-            view = held[: batch * size].view(batch, *shape)
-            self._views[key] = view
+            # It outlives the caller's inference mode, whose tensors nobody else may write to.
+            with torch.inference_mode(False):
+                view = self._views[key] = self._view(name, dtype, batch, shape)
         return view
+
+    def _view(
+        self, name: str, dtype: torch.dtype, batch: int, shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        size, held = math.prod(shape), self._held.get(name)
+        if held is None or held.numel() < self._rows * size:
+            held = torch.zeros(self._rows * size, dtype=dtype, device=self._device)
+            self._held[name] = held
+            self._views.clear()  # which frees what it was too small for
+        return held[: batch * size].view(batch, *shape)
 
     def gather(self, name: str, source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """source[rows], in the buffer of `name`."""

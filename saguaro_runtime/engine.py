@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -162,7 +162,7 @@ class Engine:
         progress: show a progress bar of tokens on stderr, if that is a terminal.
         """
         asked = several(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params] * len(asked)
+        each = list(params) if isinstance(params, Iterable) else [params] * len(asked)
         if len(each) != len(asked):
             raise ConfigError(f"params: got {len(each)} for {len(asked)} prompts, want one each")
         requests = self.scheduler.add_all(list(zip(asked, each, strict=True)))

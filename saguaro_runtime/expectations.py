@@ -116,18 +116,21 @@ class Predictor:
         buffers, shape = self._buffers, logits.shape
         greedy = torch.eq(temperature, 0, out=buffers("greedy", torch.bool, len(logits)))
         scale = torch.add(temperature, greedy, out=buffers("scale", torch.float32, len(logits)))
-        scaled = buffers("scaled", torch.float32, *shape)
-        torch.div(logits, scale[:, None, None], out=scaled)
-        log_prob = buffers("log_prob", torch.float32, *shape)
-        torch.log_softmax(scaled, -1, out=log_prob)
         logq = buffers("logq", torch.float32, *shape[:2])
-        torch.gather(log_prob, -1, drafted[..., None], out=logq[..., None])
-        # Probabilities that underflow add nothing to the entropy, and a broken row must not spoil
-        # the weights.
-        log_prob.clamp_(min=log_tiny(torch.float32))
-        torch.exp(log_prob, out=scaled).mul_(log_prob)
-        entropy = torch.sum(scaled, -1, out=buffers("entropy", torch.float32, *shape[:2])).neg_()
-        return self.acceptance.features(logq.nan_to_num_(-12.0), entropy.nan_to_num_(0.0))
+        entropy = buffers("entropy", torch.float32, *shape[:2])
+        # One draft of each row at a time: what has the vocabulary's size is kept.
+        scaled = buffers("scaled", torch.float32, shape[0], shape[2])
+        log_prob = buffers("log_prob", torch.float32, shape[0], shape[2])
+        for at in range(shape[1]):
+            torch.div(logits[:, at], scale[:, None], out=scaled)
+            torch.log_softmax(scaled, -1, out=log_prob)
+            torch.gather(log_prob, -1, drafted[:, at, None], out=logq[:, at, None])
+            # Probabilities that underflow add nothing to the entropy, and a broken row must not
+            # spoil the weights.
+            log_prob.clamp_(min=log_tiny(torch.float32))
+            torch.exp(log_prob, out=scaled).mul_(log_prob)
+            torch.sum(scaled, -1, out=entropy[:, at])
+        return self.acceptance.features(logq.nan_to_num_(-12.0), entropy.neg_().nan_to_num_(0.0))
 
     def _fan_out(self, kind: torch.Tensor, width: int, branches: int, impl: Impl) -> torch.Tensor:
         lengths, exponent = self.statistics.lengths, self.statistics.exponent()

@@ -26,7 +26,9 @@ class History:
         """Start a row with its prompt; it may grow to `slots` tokens."""
         width = self.tokens.shape[1]
         if slots > width:
-            self.tokens = torch.nn.functional.pad(self.tokens, (0, max(slots, 2 * width) - width))
+            with torch.inference_mode(False):  # it outlives the caller's
+                more = max(slots, 2 * width) - width
+                self.tokens = torch.nn.functional.pad(self.tokens, (0, more))
         self.tokens[row, : len(prompt)] = send(self.tokens.device, torch.tensor(prompt))[0]
         self.length[row] = len(prompt)
 

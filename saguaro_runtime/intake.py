@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from numbers import Integral
 from typing import Any
 
 from saguaro_kernels.errors import ConfigError
@@ -78,14 +77,16 @@ def several(prompts: Any) -> list[Any]:
     Raises:
         ConfigError: neither, as a tokenizer's whole output is.
     """
-    if isinstance(prompts, str) or getattr(prompts, "ndim", 0) == 1:
+    if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
         raise ConfigError(
             f"prompts: got {type(prompts).__name__}, want text, token ids, or a list of these"
         )
     found = list(prompts)
-    return [found] if found and isinstance(found[0], Integral) else found
+    # A number, a tensor's too; an array's texts are texts.
+    id_first = found and not isinstance(found[0], str) and not getattr(found[0], "ndim", 0)
+    return [found] if id_first and hasattr(found[0], "__index__") else found
 
 
 def prompt_ids(prompt: Prompt, tokenizer: Any, **options: Any) -> list[int]:

@@ -88,7 +88,7 @@ class Scheduler:
         Where a prompt is cut depends on its own length alone, and so do the logits of its row.
         """
         left = self.config.prefill_chunk
-        for row in list(self._filled):
+        for row in [row for row in self._filled if row in self._running]:
             request = self._running[row]
             last = len(request.prompt) - 1
             while row in self._filled:
@@ -217,9 +217,10 @@ class Scheduler:
         slots = slots_of(request, self.config)
         self._count_served(request)
         self._table.clear(request.row)
-        self.left.append(request.row)
-        self._filled.pop(request.row, None)
+        # Where an interrupt falls between these a row is lost, but none is freed that still runs.
         del self._running[request.row]
+        self._filled.pop(request.row, None)
+        self.left.append(request.row)
         self._free_slots += slots
         self._free_rows.append(request.row)
         self._free_rows.sort()

@@ -139,7 +139,8 @@ def _scores(
     if cutoff is not None:
         scores.masked_fill_(~(scores >= cutoff[:, None]), -torch.inf)
     if temperature > 0:
-        scores = (scores * (1.0 / max(temperature, COLDEST))).clamp_(max=LARGEST)
+        scores *= 1.0 / max(temperature, COLDEST)
+    scores.clamp_(max=LARGEST)
     if noise is not None:
         scores += noise
     row = torch.arange(len(scores) - 1, device=logits.device)

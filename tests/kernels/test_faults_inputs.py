@@ -557,7 +557,13 @@ def test_outcomes_of_odd_numbers(impl: str) -> None:
 @pytest.mark.parametrize("ranking", ["probability", "noise"])
 @pytest.mark.parametrize(
     ("scale", "shift", "temperature"),
-    [(1e38, 0.0, 0.1), (1.0, -1e38, 1.0), (1e31, -3e31, 1.0), (1e19, 0.0, 1e-25)],
+    [
+        (1e38, 0.0, 0.1),
+        (1.0, -1e38, 1.0),
+        (1e31, -3e31, 1.0),
+        (1e19, 0.0, 1e-25),
+        (1e35, 3.4e38, 0.0),
+    ],
 )
 def test_outcomes_of_logits_of_any_size(
     scale: float, shift: float, temperature: float, ranking: str, allocation: str

@@ -10,6 +10,7 @@ import scripts
 import torch
 
 from saguaro_runtime import ConfigError, EngineConfig, Output, SamplingParams
+from saguaro_runtime.intake import several
 from saguaro_runtime.requests import TextStream
 
 V = 12
@@ -258,11 +259,31 @@ def test_prompts_come_as_lists_arrays_and_tensors_but_not_as_a_tokenizers_whole_
         for one in ([1, 2], (1, 2), np.array([1, 2]), torch.tensor([1, 2]), torch.tensor([[1, 2]])):
             assert [its.token_ids for its in engine.generate(one, params)] == [[3, 4]]
         assert engine.generate([], params) == []
+        assert engine.generate([1, 2], iter([params]))[0].token_ids == [3, 4]
         for wrong in ({"input_ids": [1, 2]}, 5, None):
             with pytest.raises(ConfigError, match="prompts: got"):
                 engine.generate(wrong, params)
         with pytest.raises(ConfigError, match="params: got"):
             engine.generate([1], None)
+
+
+def test_texts_of_an_array_are_prompts_each() -> None:
+    texts = ["ab", "bc"]
+    for array in (np.array(texts), np.array(texts, dtype=object), iter(texts)):
+        assert several(array) == texts
+
+
+@pytest.mark.parametrize("method", ["ar", "ssd"])
+def test_a_callers_inference_mode_leaves_nothing_behind(method: str) -> None:
+    """What is made at its first use is used by later rounds outside that mode."""
+    params = SamplingParams(max_new_tokens=80)
+    with _engine(method=method) as engine:
+        with torch.inference_mode():
+            inside = engine.generate([[1, 2], [2, 3]], params)
+        outside = engine.generate([[1, 2], [2, 3]], params)
+        stats = engine.stats()
+    assert [output.token_ids for output in inside] == [output.token_ids for output in outside]
+    assert method == "ar" or stats["speculation"] == "on"
 
 
 def test_ids_that_stop_and_ids_that_are_allowed() -> None:
