@@ -21,7 +21,7 @@ def equality() -> Equality:
     tokenizer = transformers.AutoTokenizer.from_pretrained(target_path)
     target = load_model(target_path, torch.float32)
     draft = load_draft(draft_path, target, torch.float32)
-    prompts = chat_prompts(tokenizer, 4) + code_prompts(tokenizer, 4)
+    prompts = chat_prompts(tokenizer, 2) + code_prompts(tokenizer, 2)
     return Equality(target, draft, prompts, 48, impl="reference")
 
 
