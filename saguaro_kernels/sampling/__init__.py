@@ -134,7 +134,7 @@ def saguaro_sample(
         out = _empty_sample(logits, top_f)
     else:
         for name, dtype in _OUT_TYPES.items():
-            shape = (logits.shape[0], top_f)[: 1 + name.startswith("top_")]
+            shape = _out_shape(name, logits.shape[0], top_f)
             check_out(f"out.{name}", getattr(out, name), shape, dtype, logits.device)
     if workspace is not None:
         size = sample_workspace_size(logits.shape[0], logits.shape[1], top_f, scale_f)
@@ -176,15 +176,15 @@ def _check_options(
 
 
 def _empty_sample(logits: torch.Tensor, top_f: int) -> Sample:
-    rows = logits.shape[0]
-    tokens, cutoff_id, scale_id = logits.new_empty((3, rows), dtype=torch.int64)
-    logq, lse, cutoff, scale_logit = logits.new_empty((4, rows), dtype=torch.float32)
-    top_ids = logits.new_empty((rows, top_f), dtype=torch.int64)
-    top_logits = logits.new_empty((rows, top_f), dtype=torch.float32)
-    status = logits.new_empty(rows, dtype=torch.int32)
-    return Sample(
-        tokens, logq, lse, cutoff, scale_logit, cutoff_id, scale_id, top_ids, top_logits, status
-    )
+    fields = {
+        name: logits.new_empty(_out_shape(name, logits.shape[0], top_f), dtype=dtype)
+        for name, dtype in _OUT_TYPES.items()
+    }
+    return Sample(**fields)
+
+
+def _out_shape(name: str, rows: int, top_f: int) -> tuple[int, ...]:
+    return (rows, top_f) if name.startswith("top_") else (rows,)
 
 
 def _saguaro_sample(
